@@ -94,9 +94,6 @@ def softmax_read(
     )
 
 
-SUMS = ("weighted", "peak", "total")  # what the states of the channel scan and of the SSM hold
-
-
 @dataclass(frozen=True)
 class ScanState:
     """The state of a scan between two calls: its sums, and each row's position and document. Opaque."""
@@ -234,7 +231,7 @@ def ssm_read(
     for name, tensor, shape in zip("ABCD", (A, B, C, D), shapes):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} beside this delta and A, got {tuple(tensor.shape)}.")
-    _check_memory(initial_state, _sums((batch, rank), v, free_values, beta), compute_dtype(delta, A, B, C, D, v))
+    _check_memory(initial_state, _cells((batch, rank), v, free_values, beta), compute_dtype(delta, A, B, C, D, v))
     check_values("A", A, FINITE_DECAY, None)
     check_values("D", D, WEIGHT, None)
     for name, tensor in (("delta", delta), ("B", B), ("C", C)):
@@ -315,15 +312,6 @@ def _check_scan(
             f"initial_state belongs to a batch of {len(position)} on {position.device}, v has {len(v)} on {v.device}; "
             "pass the state returned for the same rows, or None to start anew."
         )
-
-
-def _sums(start: tuple[int, ...], v: Tensor, free_values: Tensor | None, beta: Tensor | None) -> dict[str, tuple]:
-    """The tensors of a state of scaled sums and their shapes, which begin with `start`."""
-    names = SUMS if beta is None else (*SUMS, "free_energy")
-    if free_values is None:
-        return dict.fromkeys(names, (*start, *v.shape[2:]))
-    mean = {f"mean.{name}": (*start, *v.shape[2:]) for name in SUMS if v.shape[3]}
-    return mean | {f"free.{name}": (*start, *free_values.shape[2:]) for name in names if free_values.shape[3]}
 
 
 def _cells(start: tuple[int, ...], v: Tensor, free_values: Tensor | None, beta: Tensor | None) -> dict[str, tuple]:

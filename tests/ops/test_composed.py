@@ -16,7 +16,7 @@ from fem.ops.channel_scan import read as of_channels
 from fem.ops.common import backend, recurrence
 from fem.ops.decay_scan import read as of_sums
 from fem.ops.linear_attention import read as of_keys
-from fem.ops.ssm import composed as of_ssm
+from fem.ops.ssm import read as of_ssm
 
 B, H, K, V, F = 2, 2, 3, 4, 3
 
@@ -114,8 +114,8 @@ def test_free_energies_alone_are_read_by_a_kernel(monkeypatch, draw, decay, widt
     monkeypatch.setitem(globals(), "V", width)
     read, inputs = draw(33, torch.float32, decay)
     inputs["free_values"], inputs["v"] = inputs["v"], inputs["v"][..., :0]
-    monkeypatch.setattr(of_ssm, "_plain", None)
-    monkeypatch.setattr(of_channels, "by_prefixes", None)
+    for module in (of_channels, of_ssm):
+        monkeypatch.setattr(module, "by_prefixes", None)
     by_kernels = of_keys._by_kernels
 
     def proven(*inputs):
@@ -162,7 +162,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.ops.common import backend, recurrence
 from fem.ops.linear_attention import read as of_keys
-from fem.ops.ssm import composed as of_ssm
+from fem.ops.ssm import read as of_ssm
 torch.set_num_threads(1)
 backend._FOUND = {"fla": True, "mamba_ssm": True, "triton": True}
 of_keys.by_fla, recurrence.by_hgrn, of_ssm.kernel = fla_reference.gla, fla_reference.hgrn, fla_reference.selective_scan

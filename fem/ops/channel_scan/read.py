@@ -136,8 +136,9 @@ def _by_sums(memory: Terms, kernels: bool, x, a, v, f, beta) -> Terms | None:
     relative = x - shift.weight
     weight, energy = relative.exp(), (beside(relative, f) + beta * (f - shift.value)).exp()
     items, start = Sums(beside(weight, v) * v, energy, weight), entering(memory, shift, beta)
-    stacked = [torch.stack([part for part in parts if part.shape[-1]]) for parts in (items, start)]
-    rows = iter(recurrence(a, stacked[0], stacked[1].squeeze(2), kernels))
+    u, first = (torch.stack([part for part in parts if part.shape[-1]], 2) for parts in (items, start))
+    decay = None if a is None else a.unsqueeze(2)
+    rows = iter(recurrence(decay, u, first.squeeze(1), kernels).unbind(2))
     read, doubt = leaving(Sums(*(next(rows) if part.shape[-1] else part for part in items)), shift, beta)
     if doubt is not None:
         held = (memory.log_weight > NO_WEIGHT) | (there.cumsum(1) > 0)

@@ -44,12 +44,6 @@ def connected_zeros(like: Tensor, shape: tuple[int, ...], *inputs: Tensor | None
     return like.new_zeros(shape) + sum(x.flatten()[:0].sum().to(like.dtype) for x in inputs if x is not None)
 
 
-def nothing_read(like: Tensor, shape: tuple[int, ...], beta: Tensor | None, *inputs: Tensor | None) -> Terms:
-    """The terms of a call without a row or without a token."""
-    zeros = connected_zeros(like, shape, beta, *inputs)
-    return Terms(zeros, zeros, None if beta is None else zeros)
-
-
 def beside(x: Tensor, y: Tensor) -> Tensor:
     """What belongs to each channel of y, of which there may be none: x has one entry for each, or one for all."""
     return x[..., : y.shape[-1]]

@@ -37,19 +37,19 @@ class SlabScan:
         self.count = len(along) + len(shared)
         inputs = ", ".join(f"Tensor? {x}" for x in (*along, *shared))
         memory = ", ".join(f"Tensor {x}" for x in Terms._fields)
-        self.forward = operator(f"{name}({inputs}, {memory}, bool kernels) -> Tensor[]")(self._forward)
-        backward = f"{name}_backward(Tensor?[] grads, bool[] wanted, {inputs}, {memory}, bool kernels) -> Tensor[]"
+        self.forward = operator(f"{name}({inputs}, {memory}, int kernels) -> Tensor[]")(self._forward)
+        backward = f"{name}_backward(Tensor?[] grads, bool[] wanted, {inputs}, {memory}, int kernels) -> Tensor[]"
         self.backward = operator(backward)(self._backward)
         self.forward.register_fake(self._empty)
         self.backward.register_fake(self._empty_gradients)
         self.forward.register_autograd(self._differentiate, setup_context=self._save)
 
-    def __call__(self, memory: Terms, kernels: bool, *inputs: Tensor | None) -> tuple[Terms, Terms]:
+    def __call__(self, memory: Terms, kernels: int, *inputs: Tensor | None) -> tuple[Terms, Terms]:
         """What every token reads, and the memory after the last."""
         out = self.forward(*inputs, *memory, kernels)
         return Terms(*out[:3]), Terms(*out[3:6])
 
-    def _slabs(self, inputs: Sequence[Tensor | None], kernels: bool) -> list[slice]:
+    def _slabs(self, inputs: Sequence[Tensor | None], kernels: int) -> list[slice]:
         time = inputs[self.time - 1].shape[1]
         size = time if kernels else self.size(*inputs)
         return [slice(start, start + size) for start in range(0, time, size)]
@@ -57,7 +57,7 @@ class SlabScan:
     def _cut(self, inputs: Sequence[Tensor | None], piece: slice) -> list[Tensor | None]:
         return [x if x is None or n >= self.time else x[:, piece] for n, x in enumerate(inputs)]
 
-    def _in_float64(self, inputs: Sequence[Tensor | None], kernels: bool) -> bool:
+    def _in_float64(self, inputs: Sequence[Tensor | None], kernels: int) -> bool:
         """Whether float32 would cost digits: kernels, which have no other, leave these calls to the slabs."""
         f, beta = inputs[self.time - 1], inputs[-1]
         if f.dtype != torch.float32 or f.device.type == "mps":
@@ -72,7 +72,7 @@ class SlabScan:
             if wide:
                 inputs, memory = _doubled(inputs), Terms(*double(*memory))
             for piece in pieces:
-                read, memory, more = self.slab(memory, kernels and not wide, *self._cut(inputs, piece))
+                read, memory, more = self.slab(memory, kernels * (not wide), *self._cut(inputs, piece))
                 again += more
                 reads.append(read)
                 borders.append(memory)
@@ -104,7 +104,7 @@ class SlabScan:
                 given = [None if x is None else x.detach() for x in self._cut(inputs, piece)]
                 before = [x[number].detach().requires_grad_() for x in borders]
                 leaves = [*before, *(given[n].requires_grad_() for n in asked)]
-                read, memory, _ = self.slab(Terms(*before), kernels and not wide, *given)
+                read, memory, _ = self.slab(Terms(*before), kernels * (not wide), *given)
                 pairs = [*zip(read, (None if d is None else d[:, piece] for d in d_reads)), *zip(memory, d_memory)]
                 pairs = [pair for pair in pairs if pair[1] is not None and pair[0].requires_grad]
                 outputs, cotangents = zip(*pairs)

@@ -159,3 +159,9 @@ def _first_of_each_document(keep: Tensor | None, document: Tensor) -> Tensor:
     last = last_kept_before(ones)[:, :-1]
     previous = document.gather(1, last.clamp_min(0))
     return ones & (last >= 0) & (document != previous)
+
+
+def filled(v: Tensor, keep: Tensor) -> Tensor:
+    """Values in which masked tokens have the least of the others, so that no shift rises with them."""
+    lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)
+    return torch.where(keep, v, torch.where(lowest < torch.inf, lowest, 0))

@@ -17,7 +17,7 @@ from fem.ops.common.scan import ScanCall, read_free
 from fem.ops.common.slabs import SlabScan
 from fem.ops.common.steps import portable
 from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for
-from fem.ops.common.tokens import Tokens
+from fem.ops.common.tokens import Tokens, filled
 from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.linear_attention.chunked import CHUNK, by_fla, chunked
 from fem.ops.linear_attention.naive import naive_linear_attention_read
@@ -96,13 +96,7 @@ def _kept(q, k, v, f, log_decay, tokens: Tokens | None) -> tuple[Tensor | None, 
         return q, k, v, f, g
     keep = tokens.keep[:, :, None, None]
     q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))
-    return q, k, _filled(v, keep), _filled(f, keep), g
-
-
-def _filled(v: Tensor, keep: Tensor) -> Tensor:
-    """Values in which masked tokens have the least of the others, so that they raise no chunk's shift."""
-    lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)
-    return torch.where(keep, v, torch.where(lowest < torch.inf, lowest, 0))
+    return q, k, filled(v, keep), filled(f, keep), g
 
 
 def _delayed(k, v, f, g, opens) -> tuple[Tensor, ...]:

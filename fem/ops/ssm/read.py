@@ -9,18 +9,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import scan_backend
-from fem.ops.common.composed import fused
+from fem.ops.common.backend import found, scan_backend
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import compute_dtype
-from fem.ops.common.read import LOG_ZERO, Read, Terms, nothing_read
-from fem.ops.common.scaled_sums import Sums, start_of, state_of
-from fem.ops.common.scan import ScanCall, read_pair, split_channels
-from fem.ops.common.tokens import Tokens
-from fem.ops.ssm.composed import MOST_STATES, composed
-from fem.ops.ssm.inputs import Inputs
+from fem.ops.common.precision import compute_dtype, without_autocast
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, connected_zeros, log
+from fem.ops.common.recurrence import recurrence
+from fem.ops.common.scan import ScanCall, read_free, read_pair, split_channels
+from fem.ops.common.slabs import SlabScan
+from fem.ops.common.steps import portable
+from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for
+from fem.ops.common.tokens import filled
+from fem.ops.common.transforms import differentiated, transformed
+from fem.ops.ssm.cells import by_prefixes, by_steps, step
 from fem.ops.ssm.naive import naive_ssm_read
-from fem.ops.ssm.plain import ssm_scan
+
+ENTRIES = 2**17  # of a slab's states: intermediate results fit the CPU's cache
+MOST_STATES = 256  # of a channel, which kernels take
+LEAST_SHIFT = -25.0  # of a row: rows below e^-60 of it are in doubt, before the gradient of D overflows
+OURS, STATELESS = 1, 2  # by our kernel; by any, as no state goes on
 
 Heads = Float[Tensor, "b t h d"]
 
@@ -40,78 +46,215 @@ def ssm_read(
 ) -> Read | tuple[Read, dict[str, Tensor]]:
     """`fem.functional.ssm_read` of checked arguments.
 
-    The state is that of `channel_scan_read` for each of the N states, (B, N, H, d_v).
+    The state is that of `channel_scan_read` for each of the N states, (B, N, H, d).
     logs: log delta, log B and log C, exact where delta, B or C themselves have underflowed.
-    Training keeps the states of every 64th token and computes the others again: memory O(T d_v), not O(T d_v N).
+    Training keeps the states at the borders of slabs and computes the others again: memory O(T d_v), not O(T d_v N).
     """
-    if free_values is not None:
-        widths = v.shape[-1], free_values.shape[-1]
-        delta, D, log_delta = (split_channels(x, widths) for x in (delta, D, None if logs is None else logs[0]))
-        A = split_channels(A, widths, 1)
-        logs = [None if logs is None else (log, *logs[1:]) for log in log_delta]
-        reads = [
-            partial(ssm_read, delta[n], A[n], B, C, D[n], values, temperature, logs=logs[n])
-            for n, (values, temperature) in enumerate(((v, None), (free_values, beta)))
-        ]
-        return read_pair(reads, v, free_values, call)
+    if free_values is None:
+        return _read(delta, A, B, C, D, v, *read_free(v, None, beta), logs, call=call)
+    widths = v.shape[-1], free_values.shape[-1]
+    delta, D, log_delta = (split_channels(x, widths) for x in (delta, D, None if logs is None else logs[0]))
+    A = split_channels(A, widths, 1)
+    values = (v, *read_free(v, None, None)), (free_values[..., :0], free_values, beta)
+    reads = [
+        partial(_read, delta[n], A[n], B, C, D[n], *values[n], None if logs is None else (log_delta[n], *logs[1:]))
+        for n in range(2)
+    ]
+    return read_pair(reads, v, free_values, call)
+
+
+def _read(delta, A, B, C, D, v, f, beta, logs, *, call: ScanCall) -> Read | tuple[Read, dict[str, Tensor]]:
+    """Of the d channels that v has, or f, or both."""
+    values = f if v.shape[-1] == 0 else v
+    temperature = beta if beta.numel() else None
     if call.backend == "reference" and 0 not in v.shape[:2]:
-        loops = partial(naive_ssm_read, delta, A, B, C, D, v, beta)
-        return by_definition(loops, v.dtype, call)
-    terms, state = ssm_terms(delta, A, B, C, D, v, beta, logs, call)
-    return call.result(terms, state, beta, v.dtype)
+        return by_definition(partial(naive_ssm_read, delta, A, B, C, D, values, temperature), values.dtype, call)
+    terms, state = _terms(delta, A, B, C, D, v, f, beta, logs, call)
+    return call.result(terms, state, temperature, values.dtype)
 
 
 def ssm_terms(delta, A, B, C, D, v, beta, logs, call: ScanCall) -> tuple[Terms, dict[str, Tensor] | None]:
     """`ssm_read` as normalised terms with the logarithm of their total weight, and the state, if wanted."""
-    backend = scan_backend(call.backend, v.device, compute_dtype(v, delta, A, B, C, D), "triton")
-    if backend == "triton" and A.shape[-1] <= MOST_STATES and fused(call, delta, A, B, C, D, v, beta, *(logs or ())):
-        inputs = _inputs(A, D, delta, B, C, v, *(logs or (None, None, None)), beta, call.tokens)
-        return _masked(Terms(*composed(*inputs)), v.shape, call.tokens), None
-    inputs = (delta, B, C, v, *(logs or (None, None, None)))
-    return call.both_ways(partial(_one_way, A, D, call.return_state), inputs, beta)
+    terms, state = _terms(delta, A, B, C, D, v, *read_free(v, None, beta), logs, call)
+    return terms._replace(free_energy=None) if beta is None else terms, state
 
 
-def _inputs(A, D, delta, B, C, v, log_delta, log_b, log_c, beta, tokens) -> Inputs:
-    """In one dtype, with the heads' channels side by side; masked tokens weigh nothing."""
-    logs = (log_delta, log_b, log_c)
-    dtype = compute_dtype(delta, A, B, C, D, v)
-    delta, v = delta.flatten(2), v.flatten(2)
-    opens = None
-    if tokens is not None:
-        opens = tokens.start
-        if tokens.keep is not None:
-            delta, B, C, v = (torch.where(tokens.keep[..., None], x, 0) for x in (delta, B, C, v))
+def _terms(delta, A, B, C, D, v, f, beta, logs, call: ScanCall) -> tuple[Terms, dict[str, Tensor] | None]:
+    backend = scan_backend(call.backend, v.device, compute_dtype(delta, A, B, C, D, v, f), "triton")
+    kernels = OURS if backend == "triton" and A.shape[-1] <= MOST_STATES else 0
+    if kernels and call.initial_state is None and not call.return_state:
+        kernels = STATELESS
+    along = (delta, B, C, *(logs or (None, None, None)), v, f)
+    terms, state = call.both_ways(partial(_one_way, A, D, kernels), along, beta)
+    state = {name: part for name, part in state.items() if part.shape[-1]} if call.return_state else None
+    return terms, state
+
+
+def _one_way(A, D, kernels: int, delta, B, C, log_delta, log_b, log_c, v, f, beta, tokens, state, present: bool):
+    """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
+    heads, dtype = v.shape[2], compute_dtype(delta, A, B, C, D, v, f)
+    flat = lambda x: None if x is None else x.flatten(2).to(dtype)  # noqa: E731
+    delta, v, f, log_delta = map(flat, (delta, v, f, log_delta))
+    B, C, log_b, log_c = (None if x is None else x.to(dtype) for x in (B, C, log_b, log_c))
+    keep = None if tokens is None or tokens.keep is None or 0 in v.shape[:2] else tokens.keep.unsqueeze(-1)
+    if keep is not None:  # masked tokens weigh and decay nothing
+        delta, B, C = (torch.where(keep, x, 0) for x in (delta, B, C))
+        log_delta, log_b, log_c = (
+            None if x is None else torch.where(keep, x, -math.inf) for x in (log_delta, log_b, log_c)
+        )
+        v, f = filled(v, keep), filled(f, keep)
     if log_delta is not None:
-        logs = tuple(log.to(dtype).flatten(2) for log in logs)
-        if tokens is not None and tokens.keep is not None:
-            logs = tuple(torch.where(tokens.keep[..., None], log, -math.inf) for log in logs)
-    A = A.to(dtype).flatten(0, 1).T.contiguous()
-    D, beta = (None if x is None else x.to(dtype).flatten() for x in (D, beta))
-    return Inputs(*(x.to(dtype) for x in (delta, A, B, C)), D, v.to(dtype), beta, opens, *logs)
-
-
-def _masked(terms: Terms, shape: torch.Size, tokens: Tokens | None) -> Terms:
-    """The terms by heads. A masked token does not even see itself through D."""
-    terms = [None if part is None else part.view(shape) for part in terms]
-    if tokens is not None and tokens.keep is not None:
-        keep, nothing = tokens.keep[..., None, None], (LOG_ZERO, 0, 0)
-        terms = [None if x is None else x.where(keep, of_none) for x, of_none in zip(terms, nothing)]
-    return Terms(*terms)
-
-
-def _one_way(A, D, return_state: bool, delta, B, C, v, log_delta, log_b, log_c, beta, tokens, state, present: bool):
-    """The read of the tokens up to each (before each, unless `present`), and the state after the last, if wanted."""
-    shape, rank = v.shape, A.shape[-1]
-    inputs = _inputs(A, D, delta, B, C, v, log_delta, log_b, log_c, beta, tokens)
-    inputs = inputs if present else inputs._replace(skip=None)
-    like = inputs.v.new_empty(shape[0], A.numel())
-    start = start_of(state, None if beta is None else inputs.beta.view(shape[2:]), like)
-    if 0 in shape[:2]:
-        terms, end = nothing_read(inputs.v, inputs.v.shape, inputs.beta, *inputs[:6], *start), start
+        B = C = None
+    opens = None if tokens is None else tokens.start
+    a, D, beta = A.to(dtype).flatten(0, 1).T.contiguous(), D.to(dtype).flatten() if present else None, beta.to(dtype)
+    inputs = (delta, B, C, log_delta, log_b, log_c, opens, v, f, a, D, beta.flatten())
+    memory = _memory(state, *inputs)
+    if 0 in v.shape[:2]:
+        given = [x for x in inputs if x is not opens]
+        zeros = partial(connected_zeros, v)
+        terms, after = Terms(*(zeros(x.shape, *given, *memory) for x in (delta, v, f))), memory
+    elif portable():
+        terms, after = by_steps(memory, *inputs)
+    elif v.shape[1] == 1 and not kernels and not differentiated(*inputs, *memory):
+        with without_autocast(v.device):
+            terms, after = step(memory, *(None if x is None else x.squeeze(1) for x in inputs[:9]), *inputs[9:])
+        terms = Terms(*(part.unsqueeze(1) for part in terms))
+    elif transformed(*inputs, *memory):
+        with without_autocast(v.device):
+            terms, after = by_prefixes(memory, *inputs)
     else:
-        terms, end = ssm_scan(inputs, start, stateless=state is None and not return_state)
-    terms = _masked(terms, shape, tokens)
-    if not return_state:
-        return terms, None
-    peak, sums, *free_energy = (part.unflatten(-1, (rank, *shape[2:])) for part in end)
-    return terms, state_of(Sums(peak, sums), *free_energy)
+        terms, after = SCAN(memory, kernels if present else 0, *inputs)
+    if keep is not None:  # a masked token does not even see itself through D
+        terms = Terms(*(torch.where(keep, x, nothing) for x, nothing in zip(terms, (LOG_ZERO, 0, 0))))
+    by_heads = lambda x: x.unflatten(-1, (heads, x.shape[-1] // heads))  # noqa: E731
+    return Terms(*map(by_heads, terms)), {name: by_heads(x) for name, x in after._asdict().items()}
+
+
+def _memory(state, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> Terms:
+    """What each state has kept, (B, N, D), before the first token."""
+    cells = [x.new_zeros(len(v), len(a), x.shape[-1]) for x in (delta, v, f)]
+    if state is None:
+        return Terms(cells[0] + LOG_ZERO, *cells[1:])
+    kept = [state.get(name) for name in Terms._fields]
+    return Terms(*(cell if x is None else x.flatten(2) for cell, x in zip(cells, kept)))
+
+
+def _slab(memory: Terms, kernels: int, *inputs: Tensor | None) -> tuple[Terms, Terms, int]:
+    """What a slab reads, the memory after it, and how many free energies were computed again."""
+    found = _by_sums(memory, kernels, *inputs)
+    if found is not None:
+        return *found, 0
+    *along, a, skip, beta = inputs
+    size, time = _size(*inputs), along[0].shape[1]
+    if time <= size:
+        return *by_prefixes(memory, *inputs), along[-1].numel()
+    reads, again = [], 0
+    for start in range(0, time, size):
+        tokens = (None if x is None else x[:, start : start + size] for x in along)
+        read, memory, more = _slab(memory, 0, *tokens, a, skip, beta)
+        reads.append(read)
+        again += more
+    return Terms(*(torch.cat(parts, 1) for parts in zip(*reads))), memory, again
+
+
+def _by_sums(
+    memory: Terms, kernels: int, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta
+) -> tuple[Terms, Terms] | None:
+    """By sums of [v | e | 1] in every state; None where they are in doubt. Waits for the device."""
+    (into, heaviest), (out, most) = _scaled(b, log_b), _scaled(c, log_c)
+    heights = (log(delta) if log_delta is None else log_delta).detach() + heaviest
+    highest = f.detach().amax(1, keepdim=True)
+    shift = shift_for(memory, highest, heights.amax(1, keepdim=True), beta, light=0)
+    relative = heaviest - shift.weight
+    weight = delta * relative.exp() if log_delta is None else (log_delta + relative).exp()
+    energy = (beta * (f - shift.value)).exp()
+    items = Sums(beside(weight, v) * v, beside(weight, f) * energy, weight)
+    columns, first = torch.cat(items, -1), torch.cat(entering(memory, shift, beta), -1)
+    if kernels == STATELESS and opens is None and found("mamba_ssm"):
+        rows, last = _by_mamba(columns, delta, weight, a, into, out), first
+    elif kernels:
+        from fem.ops.ssm.sequential import sequential_scan  # by Triton, which the library does not require
+
+        rows, last = sequential_scan(delta, a, into, out, columns, opens, first)
+    else:
+        rows, last = _by_torch(columns, first, delta, a, into, out, opens, skip is not None)
+    widths = [x.shape[-1] for x in items]
+    rows, last = (Sums(*x.split_with_sizes(widths, -1)) for x in (rows, last))
+    at = shift.weight + most  # (B, T, D), the logarithm of the weights that rows are relative to
+    if skip is not None:
+        own = torch.maximum(at, log(skip.detach()))
+        at, own = own.clamp_min(LEAST_SHIFT), (at - own.clamp_min(LEAST_SHIFT)).exp()
+        itself = skip * (-at).exp()
+        pairs = zip(rows, (v, energy, torch.ones_like(weight)))
+        rows = Sums(*(beside(own, x) * x + beside(itself, x) * y for x, y in pairs))
+    read, doubt = leaving(rows, Shift(at, shift.value), beta)
+    after, lost = leaving(last, shift, beta)
+    if doubt is not None:
+        entered = (memory.log_weight > NO_WEIGHT).any(1, keepdim=True) | ((weight > 0).cumsum(1) > 0)
+        alive = (out > 0).any(-1, keepdim=True) & entered
+        if bool((doubt & (alive if skip is None else alive | (skip > 0))).any()):
+            return None
+    if lost is not None and kernels != STATELESS:
+        entered = (into > 0).any(1).unsqueeze(-1) & (weight > 0).any(1, keepdim=True)
+        if bool((lost & ((memory.log_weight > NO_WEIGHT) | entered)).any()):
+            return None
+    return read, after
+
+
+def _scaled(x: Tensor | None, log_x: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x in units of each token's largest entry, and the logarithm of that, (B, T, 1), which has no gradient.
+
+    Of a token whose entries are all 0, whose gradients are not, in units of the others' largest.
+    """
+    if log_x is None:
+        most = x.detach().amax(-1, keepdim=True)
+        most = torch.where(most > 0, most, most.amax(1, keepdim=True))
+        most = torch.where(most > 0, most, 1)
+        return x / most, most.log()
+    most = log_x.detach().amax(-1, keepdim=True).clamp_min(NO_WEIGHT)
+    return (log_x - most).exp(), most
+
+
+def _by_torch(items, first, delta, a, b, c, opens, present: bool) -> tuple[Tensor, Tensor]:
+    """y_t = sum_n c_tn h_tn, h_tn = e^{delta_t a_n} h_{t-1,n} + b_tn items_t, and the last h, (B, N, columns)."""
+    streams = (items.shape[-1] // a.shape[-1], a.shape[-1])
+    decay = delta.unsqueeze(-2) * a
+    if opens is not None:
+        decay = torch.where(opens[..., None, None], LOG_ZERO, decay)
+    decay = decay.unsqueeze(-2)
+    u = (b.unsqueeze(-1) @ items.unsqueeze(-2)).unflatten(-1, streams)
+    first = first.unflatten(-1, streams)
+    h = seen = recurrence(decay, u, first)
+    if not present:  # a token sees what stood before it
+        seen = decay.exp() * torch.cat([first.unsqueeze(1), h[:, :-1]], 1)
+    return (c.unsqueeze(-2) @ seen.flatten(-2)).squeeze(-2), h[:, -1].flatten(-2)
+
+
+def kernel(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """y_t = sum_n c_tn h_tn, h_tn = e^{delta_t a_n} h_{t-1,n} + delta_t b_tn u_t, for u, delta, y (B, D, T), a (D, N),
+    b and c (B, N, T), by mamba-ssm."""
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    return selective_scan_fn(u, delta, a, b, c)
+
+
+def _by_mamba(items: Tensor, delta: Tensor, weight: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """y: mamba-ssm's kernel multiplies its inputs by delta, which items have been already."""
+    streams = items.shape[-1] // a.shape[-1]
+    time_last = lambda x: x.transpose(1, 2).contiguous()  # noqa: E731
+    steps = delta.repeat(1, 1, streams)
+    u = torch.where(steps > 0, items / torch.where(steps > 0, steps, 1), 0)
+    return time_last(kernel(*map(time_last, (u, steps)), a.T.repeat(streams, 1), *map(time_last, (b, c))))
+
+
+def _size(delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> int:
+    """Tokens of a slab; under a compiler a symbol."""
+    return torch.sym_max(16, ENTRIES // torch.sym_max(1, delta.shape[0] * a.shape[0] * a.shape[1]))
+
+
+def _rough(*inputs) -> bool:
+    return False
+
+
+ALONG = ("delta", "b", "c", "log_delta", "log_b", "log_c", "opens", "v", "f")
+SCAN = SlabScan("ssm_scan", ALONG, ("a", "skip", "beta"), _slab, by_prefixes, _size, _rough)

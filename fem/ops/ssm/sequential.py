@@ -1,4 +1,4 @@
-"""The scan of a selective state space model by Triton, one token after another: for a GPU without mamba-ssm.
+"""The scan of a selective state space model by Triton, one token after another: for a GPU without mamba-ssm, and where states go on.
 
     h_tn = e^{delta_t a_n} h_{t-1,n} + b_tn u_t        y_t = sum_n c_tn h_tn
 
@@ -33,15 +33,16 @@ def decay_of(delta, a, opens, token, W, channel, live, HAS_OPENS: tl.constexpr):
 
 @triton.jit
 def scan_kernel(
-    delta, a, b, c, u, opens, y, kept, T, W, D,
+    delta, a, b, c, u, opens, first, y, kept, last, T, W, D,
     N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HAS_OPENS: tl.constexpr,
 ):  # fmt: skip
-    """y, and the states before every CHUNK-th token: kept (B, chunks, N, D)."""
+    """y, the states before every CHUNK-th token, kept (B, chunks, N, D), and the last ones, from the first (B, N, D)."""
     row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     state, channel, live = tl.arange(0, STATES), column % W, column < D
     exists, both = state < N, (state < N)[:, None] & live[None, :]
     rate = tl.load(a + state[:, None] * W + channel[None, :], both, other=0.0)
-    h = tl.zeros((STATES, BLOCK), tl.float32)
+    cell = (row * N + state[:, None]) * D + column[None, :]
+    h = tl.load(first + cell, both, other=0.0)
     chunks = (T + CHUNK - 1) // CHUNK
     for t in range(T):
         token = row * T + t
@@ -53,11 +54,12 @@ def scan_kernel(
         out = tl.load(c + token * N + state, exists, other=0.0)
         h = decay * h + into[:, None] * item[None, :]
         tl.store(y + token * D + column, tl.sum(out[:, None] * h, 0), live)
+    tl.store(last + cell, h, both)
 
 
 @triton.jit
 def scan_backward_kernel(
-    delta, a, b, c, u, opens, kept, d_y, scratch, d_delta, d_a, d_b, d_c, d_u, T, W, D, TOKENS,
+    delta, a, b, c, u, opens, kept, d_y, d_last, scratch, d_delta, d_a, d_b, d_c, d_u, d_first, T, W, D, TOKENS,
     N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HAS_OPENS: tl.constexpr,
 ):  # fmt: skip
     """Gradients, with g_t = c_t dy_t + e^{delta_{t+1} a} g_{t+1}: du = sum_n b g, db = g u, dc = h dy,
@@ -68,7 +70,7 @@ def scan_backward_kernel(
     exists, both = state < N, (state < N)[:, None] & live[None, :]
     rate = tl.load(a + state[:, None] * W + channel[None, :], both, other=0.0)
     cell = state[:, None] * D + column[None, :]
-    g, of_a = tl.zeros((STATES, BLOCK), tl.float32), tl.zeros((STATES, BLOCK), tl.float32)
+    g, of_a = tl.load(d_last + row * N * D + cell, both, other=0.0), tl.zeros((STATES, BLOCK), tl.float32)
     chunks = (T + CHUNK - 1) // CHUNK
     part = tl.program_id(0).to(tl.int64) * TOKENS
     for k in range(chunks):
@@ -106,39 +108,43 @@ def scan_backward_kernel(
                 of_a += through * step[None, :]
         tl.debug_barrier()  # the next chunk writes to the same scratch
     tl.store(d_a + row * N * D + cell, of_a, both)
+    tl.store(d_first + row * N * D + cell, g, both)
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, delta, a, b, c, u, opens):
-        delta, a, b, c, u = (x.float().contiguous() for x in (delta, a, b, c, u))
+    def forward(ctx, delta, a, b, c, u, opens, first):
+        delta, a, b, c, u, first = (x.float().contiguous() for x in (delta, a, b, c, u, first))
         (batch, time, columns), (states, width) = u.shape, a.shape
-        y, kept = torch.empty_like(u), u.new_empty(batch, triton.cdiv(time, CHUNK), states, columns)
+        y, last = torch.empty_like(u), torch.empty_like(first)
+        kept = u.new_empty(batch, triton.cdiv(time, CHUNK), states, columns)
         marks = u if opens is None else opens.to(torch.int8).contiguous()
         ctx.sizes = {"N": states, "STATES": triton.next_power_of_2(states), "BLOCK": BLOCK, "CHUNK": CHUNK}
         ctx.sizes["HAS_OPENS"] = opens is not None
         ctx.grid = (triton.cdiv(columns, BLOCK), batch)
         with on(u.device):
-            scan_kernel[ctx.grid](delta, a, b, c, u, marks, y, kept, time, width, columns, **ctx.sizes)
+            scan_kernel[ctx.grid](
+                delta, a, b, c, u, marks, first, y, kept, last, time, width, columns, **ctx.sizes
+            )  # fmt: skip
         ctx.save_for_backward(delta, a, b, c, u, marks, kept)
-        return y
+        return y, last
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad, d_last):
         delta, a, b, c, u, marks, kept = ctx.saved_tensors
         (batch, time, columns), (states, width) = u.shape, a.shape
         d_delta, d_u = torch.empty_like(u), torch.empty_like(u)
-        d_a = u.new_empty(batch, states, columns)
+        d_a, d_first = (u.new_empty(batch, states, columns) for _ in range(2))
         d_b, d_c = (u.new_empty(ctx.grid[0], *b.shape) for _ in "bc")
         scratch = u.new_empty(batch, CHUNK, states, columns)
         with on(u.device):
             scan_backward_kernel[ctx.grid](
-                delta, a, b, c, u, marks, kept, grad.contiguous(), scratch, d_delta, d_a, d_b, d_c, d_u, time, width,
-                columns, batch * time, **ctx.sizes,
+                delta, a, b, c, u, marks, kept, grad.contiguous(), d_last.contiguous(), scratch, d_delta, d_a, d_b, d_c,
+                d_u, d_first, time, width, columns, batch * time, **ctx.sizes,
             )  # fmt: skip
         streams = (columns // width, width)
         of_streams = lambda d, dim: d.unflatten(-1, streams).sum(dim)  # noqa: E731
-        return of_streams(d_delta, -2), of_streams(d_a, (0, -2)), d_b.sum(0), d_c.sum(0), d_u, None
+        return of_streams(d_delta, -2), of_streams(d_a, (0, -2)), d_b.sum(0), d_c.sum(0), d_u, None, d_first
 
 
 def sequential_scan(
@@ -148,6 +154,10 @@ def sequential_scan(
     c: Float[Tensor, "b t n"],
     u: Float[Tensor, "b t d"],
     opens: Bool[Tensor, "b t"] | None,
-) -> Float[Tensor, "b t d"]:
-    """y in float32, of items whose d columns are streams of w, differentiable once. opens: where a document begins."""
-    return _Scan.apply(delta, a, b, c, u, opens)
+    first: Float[Tensor, "b n d"],
+) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "b n d"]]:
+    """y and the last states in float32, of items whose d columns are streams of w, differentiable once.
+
+    opens: where a document begins. first: the states before the first token.
+    """
+    return _Scan.apply(delta, a, b, c, u, opens, first)

@@ -205,7 +205,7 @@ def test_the_state_is_small_and_opaque(kind):
     inputs = scan_call(kind, 50)
     _, state = inputs.read(return_state=True)
     assert isinstance(state, ScanState)
-    entries = 2 * 2 * 3 * (8 if kind == "ssm" else 3)
+    entries = 2 * 2 * 3 * (6 if kind == "ssm" else 3)
     assert sum(part.numel() for part in state.memory.values()) == entries
     held = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in state.memory.values()}
     assert sum(held.values()) == 4 * entries
