@@ -7,8 +7,8 @@ A memory is itself a read: what each of its n cells has kept, of that weight, me
 as the sums that it stands for, relative to the shifts p of log-weights and c of values, and leaves it in the same way,
 so that what was summed before is never out of range of what comes. e is at most 1 and what underflows is below e^-87 of
 it: a sum above e^-60 has lost less than its rounding, and what is below is in doubt. No gradient goes through a shift,
-on which a read does not depend. Sums are (.., n, d_v), (.., n, d_f) and (.., n, w), p (.., n or 1, w) and c (.., 1, d_f),
-where w is 1 or, where every channel has weights of its own, the number of channels.
+on which a read does not depend. Sums are (.., n, d_v), (.., n, d_f) and (.., n, w), p (.., n or 1, w) and c
+(.., 1, d_f), where w is 1 or, where every channel has weights of its own, the number of channels.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fem.ops.common.composed import recorded
+from fem.ops.common.slabs import recorded
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import compute_dtype

@@ -13,7 +13,6 @@ from fem.ops.common.backend import found, scan_backend
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype, without_autocast
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, connected_zeros, log
-from fem.ops.common.recurrence import recurrence
 from fem.ops.common.scan import ScanCall, read_free, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
 from fem.ops.common.steps import portable
@@ -22,8 +21,9 @@ from fem.ops.common.tokens import filled
 from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.ssm.cells import by_prefixes, by_steps, step
 from fem.ops.ssm.naive import naive_ssm_read
+from fem.ops.ssm.state_scan import state_scan
 
-ENTRIES = 2**17  # of a slab's states: intermediate results fit the CPU's cache
+ENTRIES = 2**20  # of a slab's states, between borders that training keeps
 MOST_STATES = 256  # of a channel, which kernels take
 LEAST_SHIFT = -25.0  # of a row: rows below e^-60 of it are in doubt, before the gradient of D overflows
 OURS, STATELESS = 1, 2  # by our kernel; by any, as no state goes on
@@ -177,7 +177,7 @@ def _by_sums(
 
         rows, last = sequential_scan(delta, a, into, out, columns, opens, first)
     else:
-        rows, last = _by_torch(columns, first, delta, a, into, out, opens, skip is not None)
+        rows, last = state_scan(delta, a, into, out, columns, opens, first, skip is not None)
     widths = [x.shape[-1] for x in items]
     rows, last = (Sums(*x.split_with_sizes(widths, -1)) for x in (rows, last))
     at = shift.weight + most  # (B, T, D), the logarithm of the weights that rows are relative to
@@ -213,21 +213,6 @@ def _scaled(x: Tensor | None, log_x: Tensor | None) -> tuple[Tensor, Tensor]:
         return x / most, most.log()
     most = log_x.detach().amax(-1, keepdim=True).clamp_min(NO_WEIGHT)
     return (log_x - most).exp(), most
-
-
-def _by_torch(items, first, delta, a, b, c, opens, present: bool) -> tuple[Tensor, Tensor]:
-    """y_t = sum_n c_tn h_tn, h_tn = e^{delta_t a_n} h_{t-1,n} + b_tn items_t, and the last h, (B, N, columns)."""
-    streams = (items.shape[-1] // a.shape[-1], a.shape[-1])
-    decay = delta.unsqueeze(-2) * a
-    if opens is not None:
-        decay = torch.where(opens[..., None, None], LOG_ZERO, decay)
-    decay = decay.unsqueeze(-2)
-    u = (b.unsqueeze(-1) @ items.unsqueeze(-2)).unflatten(-1, streams)
-    first = first.unflatten(-1, streams)
-    h = seen = recurrence(decay, u, first)
-    if not present:  # a token sees what stood before it
-        seen = decay.exp() * torch.cat([first.unsqueeze(1), h[:, :-1]], 1)
-    return (c.unsqueeze(-2) @ seen.flatten(-2)).squeeze(-2), h[:, -1].flatten(-2)
 
 
 def kernel(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:

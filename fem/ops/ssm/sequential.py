@@ -1,4 +1,4 @@
-"""The scan of a selective state space model by Triton, one token after another: for a GPU without mamba-ssm, and where states go on.
+"""The scan of a selective state space model by Triton, one token after another, with states in and out.
 
     h_tn = e^{delta_t a_n} h_{t-1,n} + b_tn u_t        y_t = sum_n c_tn h_tn
 
@@ -36,7 +36,7 @@ def scan_kernel(
     delta, a, b, c, u, opens, first, y, kept, last, T, W, D,
     N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, HAS_OPENS: tl.constexpr,
 ):  # fmt: skip
-    """y, the states before every CHUNK-th token, kept (B, chunks, N, D), and the last ones, from the first (B, N, D)."""
+    """y, the states before every CHUNK-th token, kept (B, chunks, N, D), and the last, from the first (B, N, D)."""
     row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     state, channel, live = tl.arange(0, STATES), column % W, column < D
     exists, both = state < N, (state < N)[:, None] & live[None, :]

@@ -1,0 +1,71 @@
+"""The scan of a selective state space model by torch, one token after another, its gradient by hand.
+
+    h_tn = e^{delta_t a_n} h_{t-1,n} + b_tn u_t        y_t = sum_n c_tn h_tn
+
+Shapes are those of `sequential`: the items u have several streams of W columns. What a token does to the states stays
+in a core's cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def state_scan(delta, a, b, c, u, opens, first, present: bool) -> tuple[Tensor, Tensor]:
+    """`sequential_scan`; unless `present`, a token reads what stood before it: sum_n c_tn e^{delta_t a_n} h_{t-1,n}."""
+    return _StateScan.apply(delta, a, b, c, u, opens, first, present)
+
+
+class _StateScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, delta, a, b, c, u, opens, first, present):
+        (states, width), (batch, time, columns) = a.shape, u.shape
+        keep = (delta.unsqueeze(-2) * a).exp_()
+        if opens is not None:
+            keep.masked_fill_(opens[..., None, None], 0)
+        h, y = u.new_empty(time, batch, states, columns // width, width), u.new_empty(time, batch, 1, columns)
+        before, left = first.view(h.shape[1:]), torch.empty_like(h[0])
+        tokens = keep.unsqueeze(-2), b[..., None, None], u.unflatten(-1, (1, -1, width)), c.unsqueeze(-2)
+        for (keep_t, b_t, u_t, c_t), h_t, y_t in zip(_by_token(*tokens), h, y):
+            torch.mul(keep_t, before, out=left)
+            torch.addcmul(left, b_t, u_t, out=h_t)
+            torch.bmm(c_t, (h_t if present else left).view(batch, states, columns), out=y_t)
+            before = h_t
+        ctx.save_for_backward(delta, a, b, c, u, first, keep, h)
+        ctx.present = present
+        return y.squeeze(2).transpose(0, 1), before.reshape(first.shape)
+
+    @staticmethod
+    def backward(ctx, d_y, d_last):
+        """With r the gradient of h_t, and q that of what was left of h_{t-1}."""
+        delta, a, b, c, u, first, keep, h = ctx.saved_tensors
+        shape, whole = h.shape[1:], first.shape
+        d_a, d_delta, d_u = torch.zeros_like(a), torch.empty_like(delta), torch.empty_like(u)
+        d_b, d_c = torch.empty_like(b), torch.empty_like(c)
+        r, product, after = torch.empty_like(h[0]), torch.empty_like(h[0]), d_last.reshape(shape).clone()
+        outputs = d_delta, d_u.unsqueeze(-2), d_b.unsqueeze(-1), d_c.unsqueeze(-1)
+        streams = lambda x: x.unflatten(-1, (1, *shape[-2:]))  # noqa: E731
+        inputs = keep, b.unsqueeze(-2), c[..., None, None], streams(d_y), delta.unsqueeze(-2), u, d_y, *outputs
+        earlier = [first.view(shape), *h.unbind(0)]
+        for t, token in reversed(list(enumerate(_by_token(*inputs)))):
+            keep_t, b_t, c_t, pull_t, delta_t, u_t, dy_t, d_delta_t, d_u_t, d_b_t, d_c_t = token
+            before = earlier[t]
+            if ctx.present:
+                q = torch.addcmul(after, c_t, pull_t, out=r)
+                seen = earlier[t + 1]
+            else:
+                q = torch.addcmul(r.copy_(after), c_t, pull_t)
+                seen = keep_t.unsqueeze(-2) * before
+            d_b_t.copy_(r.view(whole) @ u_t.unsqueeze(-1))
+            d_u_t.copy_(b_t @ r.view(whole))
+            d_c_t.copy_(seen.view(whole) @ dy_t.unsqueeze(-1))
+            torch.mul(q, keep_t.unsqueeze(-2), out=after)
+            d_decay = torch.mul(after, before, out=product).sum(-2)
+            torch.sum(d_decay * a, 1, out=d_delta_t)
+            d_a += (d_decay * delta_t).sum(0)
+        return d_delta, d_a, d_b, d_c, d_u, None, after.view(whole), None
+
+
+def _by_token(*tensors: Tensor):
+    return zip(*(x.unbind(1) for x in tensors))
