@@ -1,6 +1,8 @@
 """The channel scan by merging what stretches of tokens read, in logarithms: exact at any magnitude.
 
-It reads what is in doubt, generation on a CPU, `torch.export`, `torch.func` and second derivatives. A stretch is the read of its tokens, and the decay through it. Every token's prefix is found in log2 T rounds, each of
+It reads what is in doubt, generation on a CPU, `torch.export`, `torch.func` and second derivatives.
+
+A stretch is the read of its tokens, and the decay through it. Every token's prefix is found in log2 T rounds, each of
 which merges stretches with those before them; one token more is one merge.
 """
 

@@ -4,8 +4,8 @@
 
 Tensors are (B, T, ...); log_decay broadcasts to u, None is no decay. Long sequences are cut into blocks that advance in
 lockstep: one pass finds what each block adds and its whole decay, the same scan over the blocks finds the state that
-enters each, and a second pass runs the recurrence from there. Nothing is ever divided by a decay, so a decay of any size
-is exact; the decay of a block is a sum of logarithms, so the rounding of factors near 1 does not pile up.
+enters each, and a second pass runs the recurrence from there. Nothing is ever divided by a decay, so a decay of any
+size is exact; the decay of a block is a sum of logarithms, so the rounding of factors near 1 does not pile up.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fem.ops.common.slabs import recorded
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import compute_dtype
+from fem.ops.common.slabs import recorded
 from fem.ops.common.transforms import again_differentiable
 from fem.ops.softmax.support import PAIRS, Intervals, Pairs
 
