@@ -21,6 +21,8 @@ CASES = {
     "spikes of 300": {"spike": 300.0},
     "one state": {"states": 1},
     "several blocks of columns": {"width": 15, "time": 5},
+    "in pieces": {"pieces": (14, 16, 1, 1, 1)},
+    "documents in pieces": {"pieces": (14, 16, 1, 1, 1), "documents": True},
 }
 
 
@@ -40,9 +42,20 @@ def draw(time=33, states=5, width=WIDTH, spike=0.0, documents=False, masked=Fals
     return inputs | {"beta": torch.rand(HEADS, width) + 0.5}, marks
 
 
-def results(inputs, marks, dtype, backend):
+def in_pieces(leaves, marks, pieces, backend):
+    """A prefill in chunks and tokens one by one, each from the state before."""
+    reads, state, first = [], None, 0
+    for size in pieces:
+        here = {n: x if n in ("A", "D", "beta") else x[:, first : first + size] for n, x in (leaves | marks).items()}
+        read, state = ssm_read(**here, backend=backend, initial_state=state, return_state=True)
+        reads.append(read)
+        first += size
+    return [torch.cat(parts, 1) for parts in zip(*reads)]
+
+
+def results(inputs, marks, dtype, backend, pieces=()):
     leaves = {name: x.to(dtype).requires_grad_() for name, x in inputs.items()}
-    read = ssm_read(**leaves, **marks, backend=backend)
+    read = in_pieces(leaves, marks, pieces, backend) if pieces else ssm_read(**leaves, **marks, backend=backend)
     torch.manual_seed(1)
     loss = sum((torch.randn(x.shape).to(x.dtype) * x).sum() for x in read)
     return [*read, *torch.autograd.grad(loss, list(leaves.values()))]
@@ -51,9 +64,11 @@ def results(inputs, marks, dtype, backend):
 if __name__ == "__main__":
     far = {}
     for name, case in CASES.items():
-        wanted = results(*draw(**case), torch.float64, "plain")
-        found = results(*draw(**case), torch.float32, "triton")
-        again = results(*draw(**case), torch.float32, "triton")
+        pieces = case.get("pieces", ())
+        drawn = draw(**{option: value for option, value in case.items() if option != "pieces"})
+        wanted = results(*drawn, torch.float64, "plain")
+        found = results(*drawn, torch.float32, "triton", pieces)
+        again = results(*drawn, torch.float32, "triton", pieces)
         error = max(((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True))
         if not error < 5e-6 or not all(map(torch.equal, found, again)):
             far[name] = error

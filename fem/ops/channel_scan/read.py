@@ -111,21 +111,12 @@ def _weighed(x, a, v, f, tokens: Tokens | None, present: bool) -> tuple[Tensor, 
     return x, a, v, f
 
 
-def _slab(memory: Terms, kernels: bool, x, a, v, f, beta) -> tuple[Terms, Terms, int]:
-    """What a slab reads, the memory after it, and how many free energies were computed again."""
+def _slab(memory: Terms, kernels: int, x, a, v, f, beta) -> tuple[Terms, Terms, int] | None:
+    """What a slab reads, the memory after it, and how many free energies were computed again; None: see `SlabScan`."""
     read = _by_sums(memory, kernels, x, a, v, f, beta)
     if read is not None:
         return read, Terms(*(part[:, -1:] for part in read)), 0
-    size, time = _size(x, a, v, f, beta), x.shape[1]
-    if time <= size:
-        return *by_prefixes(memory, x, a, v, f, beta), f.numel()
-    reads, again = [], 0
-    for start in range(0, time, size):
-        inputs = (part if part is None else part[:, start : start + size] for part in (x, a, v, f))
-        read, memory, more = _slab(memory, False, *inputs, beta)
-        reads.append(read)
-        again += more
-    return Terms(*(torch.cat(parts, 1) for parts in zip(*reads))), memory, again
+    return None if kernels else (*by_prefixes(memory, x, a, v, f, beta), f.numel())
 
 
 def _by_sums(memory: Terms, kernels: bool, x, a, v, f, beta) -> Terms | None:

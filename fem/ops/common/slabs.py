@@ -25,9 +25,9 @@ class SlabScan:
     """A scan of inputs along time, (B, T, ..), of which v and f come last, and of shared ones, of which beta does.
 
     slab(memory, kernels, *inputs): what a slab reads, the memory after it, and how many of its entries were computed
-    again; kernels: by those of others. steps(memory, *inputs): the first two, by operations that PyTorch can
-    differentiate any number of times. size(*inputs): tokens of a slab. rough(*inputs): whether other inputs than the
-    values ask for float64.
+    again; kernels: not 0 where kernels read the whole call, None where what they read is in doubt. steps(memory,
+    *inputs): the first two, by operations that PyTorch can differentiate any number of times. size(*inputs): tokens of
+    a slab. rough(*inputs): whether other inputs than the values ask for float64.
     """
 
     def __init__(
@@ -57,22 +57,38 @@ class SlabScan:
     def _cut(self, inputs: Sequence[Tensor | None], piece: slice) -> list[Tensor | None]:
         return [x if x is None or n >= self.time else x[:, piece] for n, x in enumerate(inputs)]
 
-    def _in_float64(self, inputs: Sequence[Tensor | None], kernels: int) -> bool:
-        """Whether float32 would cost digits: kernels, which have no other, leave these calls to the slabs."""
+    def _in_float64(self, inputs: Sequence[Tensor | None]) -> bool:
+        """Whether float32 would cost digits."""
         f, beta = inputs[self.time - 1], inputs[-1]
         if f.dtype != torch.float32 or f.device.type == "mps":
             return False
-        return nearly_equal(f, beta) if kernels else needs_float64(f, beta) or self.rough(*inputs)
+        return needs_float64(f, beta) or self.rough(*inputs)
+
+    def _read(self, memory: Terms, kernels: int, inputs: Sequence[Tensor | None]) -> tuple[Terms, Terms, int]:
+        """`slab`; a call that float32 or kernels cannot read is cut into slabs of its own."""
+        near = bool(kernels) and nearly_equal(inputs[self.time - 1], inputs[-1])
+        if not near and (found := self.slab(memory, kernels, *inputs)) is not None:
+            return found
+        dtype, pieces = memory.mean.dtype, self._slabs(inputs, 0)
+        if self._in_float64(inputs):
+            inputs, memory = _doubled(inputs), Terms(*double(*memory))
+        reads, again = [], 0
+        for piece in pieces:
+            read, memory, more = self.slab(memory, 0, *self._cut(inputs, piece))
+            reads.append(read)
+            again += more
+        read = Terms(*(torch.cat(parts, 1).to(dtype) for parts in zip(*reads)))
+        return read, Terms(*(x.to(dtype) for x in memory)), again
 
     def _forward(self, *arguments):
         inputs, memory, kernels = arguments[: self.count], Terms(*arguments[self.count : -1]), arguments[-1]
         dtype, again, reads, borders = memory.mean.dtype, 0, [], [memory]
         with torch.no_grad(), without_autocast(memory.mean.device):
-            wide, pieces = self._in_float64(inputs, kernels), self._slabs(inputs, kernels)
+            wide, pieces = not kernels and self._in_float64(inputs), self._slabs(inputs, kernels)
             if wide:
                 inputs, memory = _doubled(inputs), Terms(*double(*memory))
             for piece in pieces:
-                read, memory, more = self.slab(memory, kernels * (not wide), *self._cut(inputs, piece))
+                read, memory, more = self._read(memory, kernels, self._cut(inputs, piece))
                 again += more
                 reads.append(read)
                 borders.append(memory)
@@ -93,7 +109,7 @@ class SlabScan:
     def _backward(self, grads, wanted, *arguments):
         inputs, borders, kernels = arguments[: self.count], Terms(*arguments[self.count : -1]), arguments[-1]
         dtype, d_reads, d_memory = borders.mean.dtype, grads[:3], grads[3:]
-        if wide := self._in_float64(inputs, kernels):
+        if not kernels and self._in_float64(inputs):
             inputs, borders = _doubled(inputs), Terms(*double(*borders))
             d_reads, d_memory = double(*d_reads), double(*d_memory)
         asked = [n for n, (x, w) in enumerate(zip(inputs, wanted)) if x is not None and w]
@@ -104,7 +120,7 @@ class SlabScan:
                 given = [None if x is None else x.detach() for x in self._cut(inputs, piece)]
                 before = [x[number].detach().requires_grad_() for x in borders]
                 leaves = [*before, *(given[n].requires_grad_() for n in asked)]
-                read, memory, _ = self.slab(Terms(*before), kernels * (not wide), *given)
+                read, memory, _ = self._read(Terms(*before), kernels, given)
                 pairs = [*zip(read, (None if d is None else d[:, piece] for d in d_reads)), *zip(memory, d_memory)]
                 pairs = [pair for pair in pairs if pair[1] is not None and pair[0].requires_grad]
                 outputs, cotangents = zip(*pairs)

@@ -115,10 +115,11 @@ def forget(q: Tensor, g: Tensor | None, opens: Tensor | None) -> Tensor | None:
     return torch.where(opens[:, :, None, None], LOG_ZERO, g)
 
 
-def _slab(memory: Terms, kernels: bool, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms, int]:
-    """What a slab reads, the memory after it, and how many free energies were computed again."""
-    found = _by_kernels(memory, q, k, g, opens, v, f, beta) if kernels else None
-    return found if found is not None else _in_chunks(memory, q, k, forget(q, g, opens), v, f, beta)
+def _slab(memory: Terms, kernels: int, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms, int] | None:
+    """What a slab reads, the memory after it, and how many free energies were computed again; None: see `SlabScan`."""
+    if kernels:
+        return _by_kernels(memory, q, k, g, opens, v, f, beta)
+    return _in_chunks(memory, q, k, forget(q, g, opens), v, f, beta)
 
 
 def _in_chunks(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms, int]:

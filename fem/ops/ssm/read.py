@@ -139,22 +139,12 @@ def _memory(state, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, b
     return Terms(*(cell if x is None else x.flatten(2) for cell, x in zip(cells, kept)))
 
 
-def _slab(memory: Terms, kernels: int, *inputs: Tensor | None) -> tuple[Terms, Terms, int]:
-    """What a slab reads, the memory after it, and how many free energies were computed again."""
+def _slab(memory: Terms, kernels: int, *inputs: Tensor | None) -> tuple[Terms, Terms, int] | None:
+    """What a slab reads, the memory after it, and how many free energies were computed again; None: see `SlabScan`."""
     found = _by_sums(memory, kernels, *inputs)
     if found is not None:
         return *found, 0
-    *along, a, skip, beta = inputs
-    size, time = _size(*inputs), along[0].shape[1]
-    if time <= size:
-        return *by_prefixes(memory, *inputs), along[-1].numel()
-    reads, again = [], 0
-    for start in range(0, time, size):
-        tokens = (None if x is None else x[:, start : start + size] for x in along)
-        read, memory, more = _slab(memory, 0, *tokens, a, skip, beta)
-        reads.append(read)
-        again += more
-    return Terms(*(torch.cat(parts, 1) for parts in zip(*reads))), memory, again
+    return None if kernels else (*by_prefixes(memory, *inputs), inputs[8].numel())
 
 
 def _by_sums(
