@@ -48,8 +48,8 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
            "LARGE_FEATURE = 2.0**23", "LARGE_FEATURE = 2.0**120", RANGE),
     Mutant("scans read log-weights of hundreds in float32", PRECISION,
            "2.0, 64.0, 16.0", "2.0, 64.0, 1e9", RANGE, RECURRENT),
-    Mutant("a state space holds totals next to the end of float32", "fem/ops/ssm/numbers.py",
-           "torch.finfo(y.dtype).tiny ** 0.5", "torch.finfo(y.dtype).tiny", f"{RECURRENT}/test_ssm.py", RANGE),
+    Mutant("a state space holds rows next to the end of float32", "fem/ops/ssm/read.py",
+           "LEAST_SHIFT = -25.0", "LEAST_SHIFT = -85.0", "tests/ops/test_composed.py"),
     # The mathematics of the layer.
     Mutant("values wider than the keys see the later queries of their block", "fem/ops/softmax/wide.py",
            "            later.add_(self.above[: later.shape[1], : later.shape[2]])",
