@@ -60,7 +60,7 @@ def test_log_weights_of_a_hundred_keep_the_gradient_of_beta(name, time, size):
     cotangents = [torch.zeros_like(wanted.mean), torch.ones_like(wanted.mean)]
     expected = gradients_of(exact, wanted, cotangents)
     for part, gradient in gradients_of(mine, mine.read(), cotangents).items():
-        assert relative(gradient, expected[part]) < 1e-5 or (gradient.abs() < 1e-9).all(), part
+        assert relative(gradient, expected[part]) < 5e-7 or (gradient.abs() < 1e-9).all(), part
 
 
 @pytest.mark.parametrize("name", READS[:3])
