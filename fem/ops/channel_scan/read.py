@@ -119,17 +119,17 @@ def _slab(memory: Terms, kernels: int, x, a, v, f, beta) -> tuple[Terms, Terms, 
     return None if kernels else (*by_prefixes(memory, x, a, v, f, beta), f.numel())
 
 
-def _by_sums(memory: Terms, kernels: bool, x, a, v, f, beta) -> Terms | None:
+def _by_sums(memory: Terms, kernels: int, x, a, v, f, beta) -> Terms | None:
     """What every token reads, by sums of [v | e | 1]; None where it is in doubt. Waits for the device."""
     there = x.detach() > NO_WEIGHT
     highest = torch.where(beside(there, f), f.detach(), -torch.inf).amax(1, keepdim=True)
-    shift = shift_for(memory, highest, x.detach().amax(1, keepdim=True), beta, light=0)
+    shift = shift_for(memory, highest, x.detach().amax(1, keepdim=True), beta, light=0.0)
     relative = x - shift.weight
     weight, energy = relative.exp(), (beside(relative, f) + beta * (f - shift.value)).exp()
     items, start = Sums(beside(weight, v) * v, energy, weight), entering(memory, shift, beta)
     u, first = (torch.stack([part for part in parts if part.shape[-1]], 2) for parts in (items, start))
     decay = None if a is None else a.unsqueeze(2)
-    rows = iter(recurrence(decay, u, first.squeeze(1), kernels).unbind(2))
+    rows = iter(recurrence(decay, u, first.squeeze(1), bool(kernels)).unbind(2))
     read, doubt = leaving(Sums(*(next(rows) if part.shape[-1] else part for part in items)), shift, beta)
     if doubt is not None:
         held = (memory.log_weight > NO_WEIGHT) | (there.cumsum(1) > 0)

@@ -154,7 +154,7 @@ def _by_sums(
     (into, heaviest), (out, most) = _scaled(b, log_b), _scaled(c, log_c)
     heights = (log(delta) if log_delta is None else log_delta).detach() + heaviest
     highest = f.detach().amax(1, keepdim=True)
-    shift = shift_for(memory, highest, heights.amax(1, keepdim=True), beta, light=0)
+    shift = shift_for(memory, highest, heights.amax(1, keepdim=True), beta, light=0.0)
     relative = heaviest - shift.weight
     weight = delta * relative.exp() if log_delta is None else (log_delta + relative).exp()
     energy = (beta * (f - shift.value)).exp()
