@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fem.ops.common.composed import opaque
 from fem.ops.common.fallback_count import fallbacks
+from fem.ops.common.opaque import opaque
 from fem.ops.common.read import Read
 from fem.ops.softmax.support import Support
 
