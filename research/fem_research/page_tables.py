@@ -107,7 +107,7 @@ def _place(value: str | int) -> tuple[float, str]:
         return math.inf, str(value)
 
 
-def _number(ours: Rows, theirs: Rows, field: str, how: str) -> float | str | None:
+def _number(ours: Rows, theirs: Rows, field: str, how: str) -> float | int | str | None:
     a, b = ([float(row[field]) for row in rows if row[field]] for rows in (ours, theirs))
     if how == "over":
         return f"{mean(a) / mean(b):.2f}" if a and b else None

@@ -65,6 +65,8 @@ def add_runs(runs: Sequence[Path] | None, output: Path) -> int:
     One process at a time changes the record: others wait.
     """
     check_output(output)
+    if any(output.glob("[!.]*")) and not any(output.glob("*.csv")):
+        raise ValueError(f"output must be a folder of results, got {str(output)!r} without a CSV file of the record.")
     if not runs:
         runs = [path.parent for path in sorted(Path("runs").glob(f"[!.]*/{PAGE}")) if (path.parent / RESULTS).exists()]
         if not runs and not output.is_dir():

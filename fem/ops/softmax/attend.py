@@ -132,7 +132,7 @@ class _Heads(NamedTuple):
             s[..., keys].add_(hidden)
         return s
 
-    def bias(self, bias: Float[Tensor, "#b #h #tq #t"], block: _Block) -> Float[Tensor, "#b #h #r #keys"]:
+    def bias(self, bias: Float[Tensor, "#b #h #tq #t"], block: _Block) -> Float[Tensor, "#n #m #r #keys"]:
         """The part of a bias, or of something of its shape, that belongs to a block."""
         bias = Support.bias_at(bias, block.rows, block.keys)
         return bias[self.batch if bias.shape[0] > 1 else slice(None), self.heads if bias.shape[1] > 1 else slice(None)]

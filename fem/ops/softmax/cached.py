@@ -122,7 +122,7 @@ def cached_read(
 
 
 def _packed_step(
-    q: Float[Tensor, "b h d"], keys, values, packing: Packing, mask: Float[Tensor, "#b #h t"] | None, scale: float
+    q: Float[Tensor, "b h d"], keys, values, packing: Packing, mask: Float[Tensor, "#b #hq t"] | None, scale: float
 ) -> Read | None:
     """The read of one query over [v | e] of `pack_exactly`, (B, 1, H, .), without gradients; None where R does not
     prove an entry: no e exceeds e^30, so what underflow takes from p takes at most T e^-57 from R, nothing beside

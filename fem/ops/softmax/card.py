@@ -69,7 +69,7 @@ def _kernels(columns: int) -> contextlib.AbstractContextManager:
     return sdpa_kernel(order, set_priority=True)
 
 
-def _flex(q, k, values, score: Callable | None, blocks, **options) -> tuple[Tensor, Tensor]:
+def _flex(q, k, values, score: Callable | None, blocks, **options) -> tuple:
     """FlexAttention; on a GPU compiled once for each kind of call, and an error where that fails, never the form of
     T x T scores. Its kernel for few queries knows neither gradients nor other lengths."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
@@ -98,7 +98,7 @@ def _biased(bias: Float[Tensor, "#b #h #tq #t"]):
     return lambda score, *indices: score + bias[tuple(index.long() * one for index, one in zip(indices, varies))]
 
 
-def block_mask(support: Support, queries: int, keys: int, device: torch.device):
+def block_mask(support: Support, queries: int, keys: int, device: torch.device | str):
     """The blocks of keys that each block of queries sees in part and in whole, from its bounds: no T x T mask."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -114,8 +114,8 @@ def block_mask(support: Support, queries: int, keys: int, device: torch.device):
     some = (top < most[1]) & (bottom > least[0])
     full = (top >= most[0]) & (bottom <= least[1])  # a ragged last block never is
     if keep is not None:
-        kept = F.pad(keep.int(), (0, -keys % _TILE)).unflatten(1, (-1, _TILE)).sum(2)[:, None]
-        some, full = some & (kept > 0), full & (kept == _TILE)
+        count = F.pad(keep.int(), (0, -keys % _TILE)).unflatten(1, (-1, _TILE)).sum(2)[:, None]
+        some, full = some & (count > 0), full & (count == _TILE)
     chosen = torch.stack(torch.broadcast_tensors(some & ~full, full))[:, :, None]
     listed = {}
     for side, blocks in (("kv", chosen), ("q", chosen.mT.contiguous())):  # the kernels take lists in one piece
@@ -125,10 +125,9 @@ def block_mask(support: Support, queries: int, keys: int, device: torch.device):
         listed |= {f"{side}_indices": order[0], f"full_{side}_indices": order[1]}
     many, per_row = int(len(first) > 1), int(keep is not None and len(keep) > 1)
 
-    def sees(b, h, row, key):
-        inside = (first[b * many, row] <= key) & (key < end[b * many, row])
-        return inside if keep is None else inside & keep[b * per_row, key]
-
+    inside = lambda b, h, row, key: (first[b * many, row] <= key) & (key < end[b * many, row])  # noqa: E731
+    kept = lambda b, h, row, key: inside(b, h, row, key) & keep[b * per_row, key]  # noqa: E731
+    sees = inside if keep is None else kept
     return BlockMask(seq_lengths=(queries, keys), **listed, BLOCK_SIZE=(_TILE, _TILE), mask_mod=sees)
 
 

@@ -28,7 +28,7 @@ def one_query_read(
     v: Float[Tensor, "b hkv t dv"],
     f: Float[Tensor, "b hkv t df"],
     beta: Float[Tensor, "hkv df"],
-    mask: Float[Tensor, "#b #h t"] | None,
+    mask: Float[Tensor, "#b #hq t"] | None,
     scale: float,
     shared: bool,
 ) -> Read:

@@ -92,7 +92,7 @@ def second_width(v: Tensor, free_values: Tensor | None, beta: Tensor | None, hea
     return v if free_values is None else free_values, beta
 
 
-def mask_of_one(rules: Support, keys: Float[Tensor, "b t h d"]) -> Float[Tensor, "#b #h t"] | None:
+def mask_of_one(rules: Support, keys: Float[Tensor, "b t h d"]) -> Float[Tensor, "#b #hq t"] | None:
     """What is added to the scores of one query; None: nothing."""
     return rules.mask(1, keys.shape[1], keys.device, -torch.inf)[:, :, 0] if rules.restricted else None
 

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from fem_research.report import add_runs
-
 
 def command(
     runs: Annotated[
@@ -17,4 +15,6 @@ def command(
     output: Annotated[Path, typer.Option(help="Folder of the record and its pages.")] = Path("research/results"),
 ):
     """Add finished runs to the record, one row a training, and draw the tables and pictures of its pages again."""
+    from fem_research.report import add_runs
+
     typer.echo(f"{add_runs(runs, output)} runs added to the record in {output}")

@@ -42,7 +42,7 @@ def composed(q, k, v, beta, *, causal=True, window=None, key_mask=None, segment_
     if by_blocks and rules.first is None:
         first, end = rules.bounds(q.shape[1], k.shape[1], q.device)
         rules = rules._replace(first=first, end=end)
-    k, v = (x if rules.keep is None else without_masked(x, rules.keep) for x in (k, v))
+    k, v = (x if rules.keep is None else without_masked(x, rules.keep.expand(len(x), -1)) for x in (k, v))
     return kernel_read.kernel_read(q, k, v, v, beta, rules)
 
 
