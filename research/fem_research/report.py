@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from fem.provenance import CONFIG, PAGE, RESULTS, first_line, note
 from fem.train.checkpoints import LOCK, checkpoints
-from fem_research.page_tables import fill
+from fem_research.page_tables import TABLE, fill
 from fem_research.record import append
 from fem_research.runs.run import check_output, without_folders
 
@@ -65,7 +65,8 @@ def add_runs(runs: Sequence[Path] | None, output: Path) -> int:
     One process at a time changes the record: others wait.
     """
     check_output(output)
-    if any(output.glob("[!.]*")) and not any(output.glob("*.csv")):
+    drawn = (TABLE.search(page.read_text(encoding="utf-8", errors="replace")) for page in output.glob("*.md"))
+    if any(output.glob("[!.]*")) and not (any(output.glob("*.csv")) or any(drawn)):
         raise ValueError(f"output must be a folder of results, got {str(output)!r} without a CSV file of the record.")
     if not runs:
         runs = [path.parent for path in sorted(Path("runs").glob(f"[!.]*/{PAGE}")) if (path.parent / RESULTS).exists()]

@@ -70,7 +70,7 @@ def test_the_model_of_a_run_loads_with_its_tokenizer(whole):
 
 def test_the_folder_of_a_run_says_which_folder_in_it_to_open(whole):
     for opener in (AutoConfig, AutoModelForCausalLM, FEMForCausalLM):
-        with pytest.raises(ValueError, match="open one of its checkpoints, checkpoint-N in it"):
+        with pytest.raises(ValueError, match="open one of the folders checkpoint-N in it"):
             opener.from_pretrained(whole)
 
 

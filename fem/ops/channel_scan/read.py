@@ -88,7 +88,7 @@ def _one_way(
 
 def _memory(state: dict[str, Tensor] | None, x: Tensor, a: Tensor | None, v: Tensor, f: Tensor, beta) -> Terms:
     """What each channel has kept, (B, 1, C), before the first token."""
-    cells = [part.new_zeros(len(v), 1, part.shape[-1]) for part in (x, v, f)]
+    cells = [part.new_zeros(v.shape[0], 1, part.shape[-1]) for part in (x, v, f)]
     if state is None:
         return Terms(cells[0] + LOG_ZERO, *cells[1:])
     kept = [state.get(name) for name in Terms._fields]

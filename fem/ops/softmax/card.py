@@ -98,7 +98,7 @@ def _biased(bias: Float[Tensor, "#b #h #tq #t"]):
     return lambda score, *indices: score + bias[tuple(index.long() * one for index, one in zip(indices, varies))]
 
 
-def block_mask(support: Support, queries: int, keys: int, device: torch.device | str):
+def block_mask(support: Support, queries: int, keys: int, device: torch.device):
     """The blocks of keys that each block of queries sees in part and in whole, from its bounds: no T x T mask."""
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -35,9 +35,7 @@ class Support(NamedTuple):
         """Whether anything but causality tells pairs apart: a query may then see no key."""
         return any(x is not None for x in (self.keep, self.first, self.bias))
 
-    def bounds(
-        self, queries: int, keys: int, device: torch.device
-    ) -> tuple[Int[Tensor, "#b tq"], Int[Tensor, "#b tq"]]:
+    def bounds(self, queries, keys, device: torch.device) -> tuple[Int[Tensor, "#b tq"], Int[Tensor, "#b tq"]]:
         """first and end, written out."""
         if self.first is not None:
             return self.first, self.end

@@ -132,7 +132,7 @@ def _one_way(A, D, kernels: int, delta, B, C, log_delta, log_b, log_c, v, f, bet
 
 def _memory(state, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> Terms:
     """What each state has kept, (B, N, D), before the first token."""
-    cells = [x.new_zeros(len(v), len(a), x.shape[-1]) for x in (delta, v, f)]
+    cells = [x.new_zeros(v.shape[0], a.shape[0], x.shape[-1]) for x in (delta, v, f)]
     if state is None:
         return Terms(cells[0] + LOG_ZERO, *cells[1:])
     kept = [state.get(name) for name in Terms._fields]

@@ -17,7 +17,6 @@ from rich.progress import Progress
 from fem.provenance import circumstances, note, read_json, write_json
 from fem.tables import Rows, show_table
 from fem.train.checkpoints import one_writer
-from fem_research.common import pictures
 from fem_research.record import EXPERIMENTS
 from fem_research.runs.run import open_run
 from fem_research.runs.tables import write_table
@@ -173,6 +172,8 @@ def publish(
         page(under_way.folder)
         results = under_way.finish(results)
         if rows := list(EXPERIMENTS[experiment](asdict(recipe), results)):
+            from fem_research.common import pictures  # matplotlib, which a command's help waits for not
+
             pictures.scores(under_way.folder / "scores.png", rows)
         if draw is not None:
             draw(results, under_way.folder)

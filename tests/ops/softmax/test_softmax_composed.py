@@ -137,7 +137,10 @@ def test_a_row_without_keys_reads_0_and_hidden_values_do_not_matter():
 def test_blocks_hold_every_key_that_a_row_sees_and_whole_ones_no_other():
     tokens, _ = read_tokens((2, 700), torch.device("cpu"), None, torch.arange(700).expand(2, -1) // 300)
     rules = support(700, 700, torch.device("cpu"), True, 1.0, 200, None, tokens)
-    mask, allowed = card.block_mask(rules, 700, 700, "cpu"), rules.visible(700, 700, "cpu")[:, 0]
+    mask, allowed = (
+        card.block_mask(rules, 700, 700, torch.device("cpu")),
+        rules.visible(700, 700, torch.device("cpu"))[:, 0],
+    )
     tile = card._TILE
     for b in range(2):
         for row in range(-(-700 // tile)):
