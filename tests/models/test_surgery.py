@@ -275,7 +275,7 @@ def test_load_replaced_wants_a_replaced_model(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_replaced_decoder_is_one_graph(name, as_users_run, as_users_run):
+def test_replaced_decoder_is_one_graph(name, as_users_run):
     model = awake(replace_attention(decoder(name)))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     close(compiled(tokens(), use_cache=False).logits, model(tokens()).logits, 1e-5)

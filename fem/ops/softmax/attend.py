@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fem.ops.softmax.support import Support
+from fem.ops.softmax.support import Support, bounds
 
 ROWS, SCORES = 64, 1 << 17  # queries of a block on a CPU, and its scores at most, for each thread
 _WIDE_ROWS, _MORE_SCORES = 1024, 1 << 26  # elsewhere, where a launch costs more than a score
@@ -142,8 +142,8 @@ def _parts(q: Tensor, k: Tensor, support: Support) -> Iterator[_Heads]:
     """The heads, as many at a time as `SCORES` leaves room for."""
     (batch, queries, heads, _), keys = q.shape, k.shape[1]
     rows, scores = (ROWS, SCORES * torch.get_num_threads()) if q.is_cpu else (_WIDE_ROWS, _MORE_SCORES)
-    bounds = zip(*support.bounds(queries, keys, q.device))
-    blocks = [list(_blocks(first, end, keys, rows, q.dtype)) for first, end in bounds]
+    ends = zip(*bounds(support, queries, keys, q.device))
+    blocks = [list(_blocks(first, end, keys, rows, q.dtype)) for first, end in ends]
     widest = max(block.keys.stop - block.keys.start for row in blocks for block in row)
     room = max(1, scores // (rows * widest))
     together = max(1, room // heads) if len(blocks) == 1 else 1

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fem.ops.softmax.support import Support
+from fem.ops.softmax.support import Support, bounds
 
 _TILE = 128
 WIDEST = 128  # columns of one attention call: two calls of half the width cost half of one padded to 256
@@ -103,7 +103,7 @@ def block_mask(support: Support, queries: int, keys: int, device: torch.device):
     from torch.nn.attention.flex_attention import BlockMask
 
     stored = lambda x: x.as_strided(x.shape, x.stride())  # noqa: E731  (inductor stores what a mask captures only so)
-    first, end = (stored(x.int().contiguous()) for x in support.bounds(queries, keys, device))
+    first, end = (stored(x.int().contiguous()) for x in bounds(support, queries, keys, device))
     keep = None if support.keep is None else stored(support.keep.contiguous())
     # Neither bound falls with the queries: the opening query of a block has its least, the closing one its greatest.
     opens = torch.arange(0, queries, _TILE, device=device)

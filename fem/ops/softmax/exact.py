@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.opaque import opaque
 from fem.ops.common.read import Read
-from fem.ops.softmax.support import Support
+from fem.ops.softmax.support import Support, bounds
 
 _NUMBERS = 1 << 22  # in float64 at once, 32 MiB
 _LEAST = 1e-130  # of a sum that has lost no digit; a second derivative divides by its square
@@ -46,7 +46,7 @@ def definition(q, k, v, f, beta: Float[Tensor, "hkv df"], support: Support) -> R
 
 def exact_where(doubt: Bool[Tensor, "b tq h df"], free_energy: Tensor, q, k, f, beta, support: Support) -> Tensor:
     """The free energies (B, T_q, H, d_f), doubtful ones computed again."""
-    first, end = support.bounds(q.shape[1], k.shape[1], q.device)
+    first, end = bounds(support, q.shape[1], k.shape[1], q.device)
     inputs = doubt, free_energy, q * support.scale, k, f, beta, support.keep, first, end, support.bias
     if torch.compiler.is_compiling() or doubt.is_meta or type(doubt) is not Tensor:
         return _in_graphs(*inputs)[0]

@@ -35,13 +35,6 @@ class Support(NamedTuple):
         """Whether anything but causality tells pairs apart: a query may then see no key."""
         return any(x is not None for x in (self.keep, self.first, self.bias))
 
-    def bounds(self, queries, keys, device: torch.device) -> tuple[Int[Tensor, "#b tq"], Int[Tensor, "#b tq"]]:
-        """first and end, written out."""
-        if self.first is not None:
-            return self.first, self.end
-        row = torch.arange(queries, device=device)[None]
-        return torch.zeros_like(row), row + 1 if self.causal else torch.full_like(row, keys)
-
     def bands(self, queries: int, keys: int, rows: int) -> Iterator[tuple[slice, slice, Support]]:
         """Some queries at a time, the keys that any of them sees, and who sees whom among these; where nothing but
         causality bounds the keys, everything at once."""
@@ -54,8 +47,8 @@ class Support(NamedTuple):
             begin = min(low[start], keys - 1)  # queries that see no key, and begin behind the last, get a hidden one
             seen = slice(begin, max(high[here.stop - 1], begin + 1))
             keep = None if self.keep is None else self.keep[:, seen]
-            bounds = (x[:, here] - begin for x in (self.first, self.end))
-            yield here, seen, Support(self.causal, self.scale, keep, *bounds, self.bias_at(self.bias, here, seen))
+            ends = (x[:, here] - begin for x in (self.first, self.end))
+            yield here, seen, Support(self.causal, self.scale, keep, *ends, self.bias_at(self.bias, here, seen))
 
     @staticmethod
     def bias_at(bias: Float[Tensor, "#b #h #tq #t"] | None, rows: slice, keys: slice) -> Tensor | None:
@@ -66,7 +59,7 @@ class Support(NamedTuple):
 
     def visible(self, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "#b #h tq t"]:
         """Which keys each query sees, pair by pair."""
-        first, end = (x[:, None, :, None] for x in self.bounds(queries, keys, device))
+        first, end = (x[:, None, :, None] for x in bounds(self, queries, keys, device))
         index = torch.arange(keys, device=device)
         seen = (first <= index) & (index < end)
         seen = seen if self.keep is None else seen & self.keep[:, None, None]
@@ -76,6 +69,14 @@ class Support(NamedTuple):
         """What is added to the scores, pair by pair: the bias, and `hidden` where a key is not seen."""
         bias = torch.zeros((), device=device) if self.bias is None else self.bias.to(compute_dtype(self.bias))
         return torch.where(self.visible(queries, keys, device), bias, hidden)
+
+
+def bounds(support: Support, queries, keys, device: torch.device) -> tuple[Int[Tensor, "#b tq"], Int[Tensor, "#b tq"]]:
+    """first and end, written out. Graphs have symbols for the numbers of queries and keys."""
+    if support.first is not None:
+        return support.first, support.end
+    row = torch.arange(queries, device=device)[None]
+    return torch.zeros_like(row), row + 1 if support.causal else torch.full_like(row, keys)
 
 
 def support(

@@ -5,7 +5,7 @@ import torch
 
 from fem.functional import softmax_read
 from fem.ops.softmax import exact
-from fem.ops.softmax.support import Support
+from fem.ops.softmax.support import Support, bounds
 
 
 def draw():
@@ -34,7 +34,7 @@ def test_entries_in_doubt_have_the_values_and_gradients_of_the_definition(monkey
         torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-8)
     (through,) = torch.autograd.grad((found * weight).sum(), free_energy)
     assert torch.equal(through, weight.double().masked_fill(doubt, 0))
-    first, end = rules.bounds(9, 9, torch.device("cpu"))
+    first, end = bounds(rules, 9, 9, torch.device("cpu"))
     given = (doubt, free_energy, leaves[0] * 16**-0.5, *leaves[1:4], None, first, end, leaves[4])
     given = [None if x is None else x.detach() for x in given]
     for some in (doubt, torch.zeros_like(doubt)):

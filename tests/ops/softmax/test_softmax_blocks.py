@@ -10,7 +10,7 @@ from fem.functional import softmax_read
 from fem.ops.common.naive_rows import supports
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax import attend, exact, free_energy
-from fem.ops.softmax.support import support
+from fem.ops.softmax.support import bounds, support
 
 TIME = 37
 RULES = {
@@ -220,7 +220,7 @@ def test_who_sees_whom_is_what_a_loop_over_the_rules_says(data):
         want = torch.tensor([[sees(t, i) for i in range(keys)] for t in range(keys - queries, keys)])
         rows = torch.tensor(keep)[keys - queries :]  # a masked query may see anything
         assert torch.equal(seen[row][rows], want[rows])
-    for bound in rules.bounds(queries, keys, torch.device("cpu")):
+    for bound in bounds(rules, queries, keys, torch.device("cpu")):
         assert (bound.diff(dim=1) >= 0).all()
     bands = list(rules.bands(queries, keys, 3))
     assert [t for rows, _, _ in bands for t in range(queries)[rows]] == list(range(queries))

@@ -17,7 +17,7 @@ from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax import card, exact, kernel_read
 from fem.ops.softmax.read import softmax_read as read_op
 from fem.ops.softmax.read import without_masked
-from fem.ops.softmax.support import Support, support
+from fem.ops.softmax.support import Support, bounds, support
 from fem.priors import softmax as prior
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -40,7 +40,7 @@ def composed(q, k, v, beta, *, causal=True, window=None, key_mask=None, segment_
         tokens, _ = read_tokens(tuple(k.shape[:2]), k.device, key_mask, segment_ids)
     rules = support(q.shape[1], k.shape[1], q.device, causal, q.shape[-1] ** -0.5, window, bias, tokens)
     if by_blocks and rules.first is None:
-        first, end = rules.bounds(q.shape[1], k.shape[1], q.device)
+        first, end = bounds(rules, q.shape[1], k.shape[1], q.device)
         rules = rules._replace(first=first, end=end)
     k, v = (x if rules.keep is None else without_masked(x, rules.keep.expand(len(x), -1)) for x in (k, v))
     return kernel_read.kernel_read(q, k, v, v, beta, rules)
