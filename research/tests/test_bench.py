@@ -138,7 +138,7 @@ def test_memory_is_the_peak_beyond_what_was_held():
 def test_memory_of_a_case_is_measured_in_a_process_of_its_own():
     case = Case("layer", Size(1, 512, 64, 2), "float32", ("attention", "attention+LTG, plain"))
     found = measure.in_fresh_process(workloads.cpu_growths, case, list(case.mixers), 1)
-    assert found["attention+LTG, plain"] > 2 * found["attention"] > 0
+    assert found["attention+LTG, plain"] > 1.3 * found["attention"] > 0
 
 
 def test_the_papers_ratios_stand_beside_ours():

@@ -170,11 +170,9 @@ def test_a_pattern_names_every_task_that_it_matches(folder, tasks, offline, tmp_
 
 
 @pytest.mark.slow
-def test_choices_go_to_the_likeliest_answer(folder, model, tasks, offline, tmp_path, monkeypatch, capfd):
+def test_choices_go_to_the_likeliest_answer(folder, model, tasks, offline, tmp_path):
     network, tokenizer = model
-    monkeypatch.chdir(tmp_path)
     found = evaluate(folder, tasks, tmp_path / "run", "made_up_choice")["made_up_choice"]
-    assert "fatal" not in capfd.readouterr().err  # of git, outside of a repository
     right, right_by_length = [], []
     for question, choices, gold in QUESTIONS:
         begin = tokenizer(question)["input_ids"]
