@@ -98,19 +98,6 @@ def _log_prior(s, visible, bias) -> tuple[Tensor, Bool[Tensor, "... 1"]]:
     return s.masked_fill(~visible, -torch.inf).masked_fill(empty, 0.0).log_softmax(-1), empty
 
 
-def _computed_again_for_gradients(function, *inputs) -> Tensor:
-    """The function, of whose steps a gradient keeps none: scores of all rows in doubt together may be too many."""
-    if not torch.is_grad_enabled():
-        return function(*inputs)
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-
-def _exactly(q, k, f, beta, bias, visible, wanted) -> Float[Tensor, "r c"]:
-    """F of some rows of one head."""
-    log_p, _ = _log_prior(q.double() @ k.double().mT, visible, None if bias is None else bias.double())
-    return _energies(log_p, f.double(), beta, wanted)
-
-
 def _exactly(q, k, f, beta, bias, first, end, keep, wanted) -> Float[Tensor, "r c"]:
     """F of some rows of one head."""
     index = torch.arange(len(k), device=k.device)

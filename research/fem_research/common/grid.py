@@ -172,7 +172,7 @@ def publish(
         page(under_way.folder)
         results = under_way.finish(results)
         if rows := list(EXPERIMENTS[experiment](asdict(recipe), results)):
-            from fem_research.common import pictures  # matplotlib, which a command's help waits for not
+            from fem_research.common import pictures  # with matplotlib, which a command's help does without
 
             pictures.scores(under_way.folder / "scores.png", rows)
         if draw is not None:

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from fem.config import FreeEnergyMixerConfig, build_config, paper_fields
+from fem.config import CONDITIONERS, FreeEnergyMixerConfig, build_config, paper_fields
 from fem.recipes import listed
 
 INITIALISATIONS = ("normal", "torch")  # of the linear maps, see `blocks.initialise`
@@ -27,7 +27,7 @@ NUMBERED = {  # the field that an option with a number sets, by its letter
 OPTION = re.compile(
     r"r\d+|s0?\.\d+|s1|b\d+(\.\d+)?|l-?\d+(\.\d+)?|[hc][1-9]\d*|wide|double|thirds|paper|lambda|norm|norope|conv|cpaper|cauthors"
 )
-FORMS = ("cpaper", "cauthors")  # of the conditioner
+FORMS = tuple(f"c{form}" for form in CONDITIONERS if form != "scaled")  # of the conditioner
 WIDTHS = {"wide": (1.0, 2.0), "double": (2.0, 1.0), "thirds": (2 / 3, 2.0)}  # fem_ratio and p_t_to_fem_ratio
 PUBLISHED_UNNORMALISED = ("gla", "mamba")
 LARGEST_BETA = 700.0  # that softplus can be inverted at

@@ -96,9 +96,9 @@ def evaluate(
     if unknown:
         raise ValueError(f"tasks must be known to lm-evaluation-harness or lie in --include-path, got {unknown[0]!r}.")
     harness = Harness(
-        pretrained=model.to(accelerator.device),
+        pretrained=model,
         tokenizer=tokenizer,
-        device=str(accelerator.device),
+        device=str(model.device),
         max_length=longest,
         batch_size=recipe.batch_size,
     )
@@ -193,9 +193,8 @@ def run(recipe: EvalRecipe, output: Path) -> dict:
     from fem.train.checkpoints import load_language_model
 
     check_output(output, "eval", recipe)
-    model, tokenizer = load_language_model(recipe.model)
-    accelerator = Accelerator()
-    scores = evaluate(recipe, model, tokenizer, accelerator)
+    accelerator = Accelerator()  # first: it gives each process a GPU of its own, to which its model is loaded
+    scores = evaluate(recipe, *load_language_model(recipe.model), accelerator)
     accelerator.end_training()  # lets the processes go
     if scores is None:
         return {}
