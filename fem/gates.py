@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
+from fem.ops.common.launch import by_kernels
 from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
 from fem.ops.common.transforms import again_differentiable, differentiated, transformed
@@ -94,6 +95,11 @@ class TwoLevelGate(nn.Module):
 
     def mixed(self, features: Float[Tensor, "*t f"], read: Read) -> Float[Tensor, "*t h d"]:
         """o = g ((1 - lambda) mean + lambda F).                                                          (Eq. 11)"""
+        if not self.per_head and by_kernels(*read, features):
+            from fem.ops.common.token_kernels import gated
+
+            logits = (None if gate is None else gate(features) for gate in (self.inner, self.outer))
+            return gated(*read, *logits, self.config.free_share is not None, self.config.eps)
         u = self.mix(read, self._lambda(features))
         if self.outer is None:
             return u

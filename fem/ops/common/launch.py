@@ -5,7 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from fem.ops.common.backend import found
+from fem.ops.common.steps import exporting
+from fem.ops.common.transforms import differentiated, transformed
 
 
 def on(device: torch.device) -> AbstractContextManager:
@@ -13,6 +17,15 @@ def on(device: torch.device) -> AbstractContextManager:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
+
+
+def by_kernels(*tensors: Tensor | None) -> bool:
+    """Whether kernels without a gradient may compute with the tensors: called eagerly on CUDA, at most 32 bits wide."""
+    if not (tensors[0].is_cuda and found("triton")) or torch.compiler.is_compiling() or exporting():
+        return False
+    tensors = [x for x in tensors if x is not None]
+    plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype != torch.float64 for x in tensors)
+    return plain and not (differentiated(*tensors) or transformed(*tensors) or 0 in tensors[0].shape)
 
 
 def watched(module: nn.Module) -> bool:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.backend import softmax_backend
+from fem.ops.common.backend import found, softmax_backend
 from fem.ops.common.precision import without_autocast
 from fem.ops.common.read import Read, connected_zeros
 from fem.ops.common.steps import exporting
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
-from fem.ops.softmax.card import fused
 from fem.ops.softmax.exact import definition
 from fem.ops.softmax.free_energy import free_energy_read
 from fem.ops.softmax.kernel_read import kernel_read
@@ -69,11 +69,20 @@ def _by_attention(q, k, v, f, beta, rules: Support, span: float) -> Read:
     if q.shape[1] == 1 and not (exporting() or differentiated(q, k, v, f, beta, rules.bias)):
         keys, values, free_values = (x.transpose(1, 2) for x in (k, v, f))
         with without_autocast(q.device):
-            step = fused(one_query_read, q)
+            step = _one_query(q)
             return step(q[:, 0], keys, values, free_values, beta, mask_of_one(rules, k), rules.scale, f is v)
     if exporting() or q.is_cuda:
         return kernel_read(q, k, v, f, beta, rules, span)
     return free_energy_read(q, k, v, f, beta, rules, True)
+
+
+def _one_query(q: Tensor) -> Callable[..., Read]:
+    """By two kernels on a card; the library does not require Triton."""
+    if not (q.is_cuda and found("triton")):
+        return one_query_read
+    from fem.ops.softmax.one_query_kernels import read_one_query
+
+    return read_one_query
 
 
 def without_masked(x: Float[Tensor, "b t h d"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b t h d"]:

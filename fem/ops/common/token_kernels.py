@@ -1,0 +1,122 @@
+"""Triton kernels for what stands around a read where no gradient is wanted: rotation and gates in one launch each.
+
+PyTorch launches ten to fourteen kernels for either, which is most of what one token of a layer takes. Graphs of
+torch.compile do not need them, as inductor fuses the same operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+
+from fem.ops.common.launch import on
+
+NUMBERS = 1024  # of a program, 8 for each of 128 threads
+
+
+@triton.jit
+def softplus(a):
+    """log(1 + e^a), of small e^-|a| by a series."""
+    z = tl.exp(-tl.abs(a))
+    near = z * (1.0 - z * (0.5 - z * (1 / 3 - z * 0.25)))
+    return tl.maximum(a, 0.0) + tl.where(z < 0.01, near, tl.log(1.0 + z))
+
+
+@triton.jit
+def gate_kernel(
+    mean, free, inner, outer, o, rows, eps, MEAN: tl.constexpr, FREE: tl.constexpr, WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr, MIXED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """o = g u of ROWS heads of tokens. u: [mean, F] where SPLIT, (1 - lambda) mean + lambda F where MIXED, else F or,
+    without it, the mean. inner, outer: logits of lambda = sigmoid(inner) and g = RMSNorm of softplus(outer)."""
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    token, exists = row.to(tl.int64)[:, None], (row < rows)[:, None]
+    inside = exists & (column < WIDTH)[None]
+    at = token * WIDTH + column[None]
+    u = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if SPLIT or MIXED or FREE == 0:
+        u += tl.load(mean + token * MEAN + column[None], exists & (column < MEAN)[None], other=0.0).to(tl.float32)
+    if FREE > 0:
+        channel = column - (MEAN if SPLIT else 0)
+        there = exists & ((channel >= 0) & (channel < FREE))[None]
+        f = tl.load(free + token * FREE + channel[None], there, other=0.0).to(tl.float32)
+        if MIXED:
+            f = tl.sigmoid(tl.load(inner + at, inside, other=0.0).to(tl.float32)) * (f - u)
+        u += f
+    if GATED:
+        s = tl.where(inside, softplus(tl.load(outer + at, inside, other=0.0).to(tl.float32)), 0.0)
+        u *= tl.rsqrt(tl.sum(s * s, 1) / WIDTH + eps)[:, None] * s
+    tl.store(o + at, u, inside)
+
+
+def gated(
+    mean: Float[Tensor, "*t h dm"],
+    free: Float[Tensor, "*t h df"] | None,
+    inner: Float[Tensor, "*t h_d"] | None,
+    outer: Float[Tensor, "*t h_d"] | None,
+    split: bool,
+    eps: float,
+) -> Float[Tensor, "*t h d"]:
+    """`TwoLevelGate.mixed` of a read and the gates' logits, in the dtype of the read."""
+    free = mean[..., :0] if free is None else free
+    width = mean.shape[-1] + free.shape[-1] if split else max(mean.shape[-1], free.shape[-1])
+    given = [None if x is None else x.contiguous() for x in (mean, free, inner, outer)]
+    o = mean.new_empty(*mean.shape[:-1], width)
+    columns, rows = triton.next_power_of_2(width), mean.shape[:-1].numel()
+    tile = max(1, NUMBERS // columns)
+    with on(mean.device):
+        gate_kernel[triton.cdiv(rows, tile),](
+            *(o if x is None else x for x in given), o, rows, eps, MEAN=mean.shape[-1], FREE=free.shape[-1],
+            WIDTH=width, SPLIT=split, MIXED=inner is not None and not split, GATED=outer is not None, ROWS=tile,
+            COLUMNS=columns,
+        )  # fmt: skip
+    return o
+
+
+@triton.jit
+def rotate_token_kernel(
+    q, k, q_out, k_out, position, frequency, factor, q_row, k_row, position_row,
+    heads: tl.constexpr, kv_heads: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """y_j = x_j cos a_j - x_{j+d/2} sin a_j, y_{j+d/2} = x_{j+d/2} cos a_j + x_j sin a_j of a row's token, a_j =
+    position frequency_j in float64; cos and sin are rounded to the dtype of x."""
+    row, head, plane = tl.program_id(0), tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)
+    there = plane < WIDTH // 2
+    angle = tl.load(position + row * position_row).to(tl.float64) * tl.load(frequency + plane, there, other=0.0)
+    dtype = q.dtype.element_ty
+    cos = (factor * tl.cos(angle)).to(tl.float32).to(dtype).to(tl.float32)[None]
+    sin = (factor * tl.sin(angle)).to(tl.float32).to(dtype).to(tl.float32)[None]
+    for turn in tl.static_range(2):
+        x, y, stride = (q, q_out, q_row) if turn == 0 else (k, k_out, k_row)
+        count: tl.constexpr = heads if turn == 0 else kv_heads
+        inside = (head < count) & there[None]
+        at = row.to(tl.int64) * stride + head * WIDTH + plane[None]
+        low = tl.load(x + at, inside, other=0.0).to(tl.float32)
+        high = tl.load(x + at + WIDTH // 2, inside, other=0.0).to(tl.float32)
+        to = y + row.to(tl.int64) * count * WIDTH + head * WIDTH + plane[None]
+        tl.store(to, low * cos - high * sin, inside)
+        tl.store(to + WIDTH // 2, high * cos + low * sin, inside)
+
+
+def rotated_token(
+    tensors: Sequence[Float[Tensor, "b 1 _ d"]],
+    position: Int[Tensor, " 1"] | Int[Tensor, "b 1"],
+    frequency: Float64[Tensor, " planes"],
+    factor: float,
+) -> list[Float[Tensor, "b 1 _ d"]]:
+    """`rotate_all` of the queries and keys of one token a row."""
+    q, k = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in tensors)
+    out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)]
+    width, most = q.shape[3], max(q.shape[2], k.shape[2])
+    with on(q.device):
+        rotate_token_kernel[q.shape[0],](
+            q, k, *out, position, frequency, factor, q.stride(0), k.stride(0),
+            position.stride(0) if position.ndim == 2 else 0, heads=q.shape[2], kv_heads=k.shape[2], WIDTH=width,
+            HEADS=triton.next_power_of_2(most), HALF=triton.next_power_of_2(width // 2),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,184 @@
+"""One query over cached keys and values by two Triton kernels: the cache is read once, and nothing is in doubt.
+
+    m = max_i s_i            l = sum_i e^{s_i - m}                       mean = sum_i e^{s_i - m} v_i / l
+    M = max_i (s_i + z_i)    E = sum_i e^{s_i + z_i - M}                 z_i = beta (f_i - c)
+    F = c + (M - m + log(E / l)) / beta
+
+c is the f of the last key. Where no |z_i| of a channel exceeds 1, F is c + log(1 + S / l) / beta instead, of
+S = sum_i e^{s_i - m} (e^{z_i} - 1): that keeps the digits of F where beta is small. The first kernel reads a part of the
+keys a program, as flash decoding does, and the second puts the parts together. Numbers are float32 in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from fem.ops.common.launch import on
+from fem.ops.common.operator import operator
+from fem.ops.common.read import Read
+from fem.ops.softmax.fused.kernels import exp_minus_1, log_1_plus
+
+NUMBERS = 4096  # of a block of keys, 32 for each of 128 threads
+PROGRAMS = 512  # wanted on a card: four for each of an H100's multiprocessors
+LEAST_KEYS = 128  # of a program
+MOST_PARTS = 64
+
+
+@triton.jit(do_not_specialize=["time", "part"])
+def read_part_kernel(
+    q, k, v, f, beta, mask, parts, time, part, scale, q_batch, q_head, k_batch, k_head, v_batch, v_head, f_batch, f_head,
+    mask_batch, mask_head,
+    k_row: tl.constexpr, v_row: tl.constexpr, f_row: tl.constexpr, heads: tl.constexpr, GROUP: tl.constexpr,
+    KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
+    KEYS: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """The sums of `part` keys: parts (B, H, parts, 2 + MEAN + 4 FREE) holds m, l, l mean, M, E, S and max_i |z_i|."""
+    row, step = tl.program_id(0), tl.program_id(1)
+    batch, head, kv_head = (row // heads).to(tl.int64), row % heads, (row % heads) // GROUP
+    wide, column, channel = tl.arange(0, WIDE), tl.arange(0, COLUMNS), tl.arange(0, CHANNELS)
+    there = channel < FREE
+    query = tl.load(q + batch * q_batch + head * q_head + wide, wide < KEY, other=0.0).to(tl.float32) * scale
+    keys, values = k + batch * k_batch + kv_head * k_head, v + batch * v_batch + kv_head * v_head
+    free = f + batch * f_batch + kv_head * f_head
+    rate = tl.load(beta + kv_head * FREE + channel, there, other=1.0).to(tl.float32)
+    shift = tl.load(free + (time - 1).to(tl.int64) * f_row + channel, there, other=0.0).to(tl.float32)
+    top, weight, summed = float("-inf"), 0.0, tl.zeros((COLUMNS,), tl.float32)
+    peak = tl.full((CHANNELS,), float("-inf"), tl.float32)
+    energy, small = tl.zeros((CHANNELS,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
+    span = tl.zeros((CHANNELS,), tl.float32)
+    stop = min(step * part + part, time)
+    for start in range(step * part, stop, KEYS):
+        key = start + tl.arange(0, KEYS)
+        token, inside = key.to(tl.int64)[:, None], (key < stop)[:, None]
+        x = tl.load(keys + token * k_row + wide[None], inside & (wide < KEY)[None], other=0.0).to(tl.float32)
+        score = tl.sum(x * query[None], 1)
+        if MASKED:
+            score += tl.load(mask + batch * mask_batch + head * mask_head + key, key < stop, other=0.0)
+        score = tl.where(key < stop, score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 0))
+        known = tl.where(higher > float("-inf"), higher, 0.0)
+        fall, p = tl.exp(top - known), tl.exp(score - known)
+        top, weight = higher, weight * fall + tl.sum(p, 0)
+        if MEAN > 0:
+            y = tl.load(values + token * v_row + column[None], inside & (column < MEAN)[None], other=0.0)
+            summed = summed * fall + tl.sum(p[:, None] * y.to(tl.float32), 0)
+        if FREE > 0:
+            if SHARED:
+                e = y.to(tl.float32)
+            else:
+                e = tl.load(free + token * f_row + channel[None], inside & there[None], other=0.0).to(tl.float32)
+            z = rate[None] * (e - shift[None])
+            seen = (p > 0.0)[:, None]
+            span = tl.maximum(span, tl.max(tl.where(seen, tl.abs(z), 0.0), 0))
+            small = small * fall + tl.sum(p[:, None] * exp_minus_1(tl.minimum(tl.maximum(z, -1.0), 1.0)), 0)
+            z += score[:, None]
+            above = tl.maximum(peak, tl.max(z, 0))
+            level = tl.where(above > float("-inf"), above, 0.0)
+            energy = energy * tl.exp(peak - level) + tl.sum(tl.exp(z - level[None]), 0)
+            peak = above
+    to = parts + (row.to(tl.int64) * tl.num_programs(1) + step) * (2 + MEAN + 4 * FREE)
+    tl.store(to, top)
+    tl.store(to + 1, weight)
+    tl.store(to + 2 + column, summed, column < MEAN)
+    to += 2 + MEAN + channel
+    tl.store(to, peak, there)
+    tl.store(to + FREE, energy, there)
+    tl.store(to + 2 * FREE, small, there)
+    tl.store(to + 3 * FREE, span, there)
+
+
+@triton.jit(do_not_specialize=["time"])
+def join_kernel(
+    parts, f, beta, mean, free_energy, time, count, f_batch, f_head, f_row: tl.constexpr,
+    heads: tl.constexpr, GROUP: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """mean (B, H, MEAN) and F (B, H, FREE) of all keys from their parts; 0 where a query sees none."""
+    row = tl.program_id(0)
+    batch, kv_head = (row // heads).to(tl.int64), (row % heads) // GROUP
+    step, column, channel = tl.arange(0, PARTS), tl.arange(0, COLUMNS), tl.arange(0, CHANNELS)
+    exists, there = step < count, channel < FREE
+    at = parts + (row.to(tl.int64) * count + step) * (2 + MEAN + 4 * FREE)
+    tops = tl.load(at, exists, other=float("-inf"))
+    top = tl.max(tops, 0)
+    known = tl.where(top > float("-inf"), top, 0.0)
+    share = tl.exp(tops - known)
+    weight = tl.sum(share * tl.load(at + 1, exists, other=0.0), 0)
+    weight = tl.where(weight > 0.0, weight, 1.0)
+    both = exists[:, None] & (column < MEAN)[None]
+    total = tl.sum(share[:, None] * tl.load(at[:, None] + 2 + column[None], both, other=0.0), 0)
+    tl.store(mean + row.to(tl.int64) * MEAN + column, total / weight, column < MEAN)
+    if FREE > 0:
+        both, at = exists[:, None] & there[None], at[:, None] + 2 + MEAN + channel[None]
+        peaks = tl.load(at, both, other=float("-inf"))
+        peak = tl.max(peaks, 0)
+        level = tl.where(peak > float("-inf"), peak, 0.0)
+        energy = tl.sum(tl.exp(peaks - level[None]) * tl.load(at + FREE, both, other=0.0), 0)
+        small = tl.sum(share[:, None] * tl.load(at + 2 * FREE, both, other=0.0), 0) / weight
+        span = tl.max(tl.load(at + 3 * FREE, both, other=0.0), 0)
+        narrow = span <= 1.0
+        large = level - known + tl.log(tl.where(energy > 0.0, energy, 1.0)) - tl.log(weight)
+        small = tl.where(narrow, small, 0.0)
+        nats = tl.where(narrow, log_1_plus(small, tl.log(1.0 + small)), large)
+        last = f + batch * f_batch + kv_head * f_head + (time - 1).to(tl.int64) * f_row + channel
+        shift = tl.load(last, there, other=0.0).to(tl.float32)
+        rate = tl.load(beta + kv_head * FREE + channel, there, other=1.0).to(tl.float32)
+        found = tl.where(top > float("-inf"), shift + nats / rate, 0.0)
+        tl.store(free_energy + row.to(tl.int64) * FREE + channel, found, there)
+
+
+def _read(q, k, v, f, beta, mask, scale: float) -> tuple[Tensor, Tensor]:
+    shared, f = f is None, v if f is None else f
+    (batch, heads, width), (_, kv_heads, time, mean), free = q.shape, v.shape, beta.shape[-1]
+    rows, wide, columns, channels = batch * heads, *(triton.next_power_of_2(max(1, n)) for n in (width, mean, free))
+    keys = max(16, NUMBERS // max(wide, columns, channels))
+    count = max(1, min(MOST_PARTS, PROGRAMS // rows, -(-time // LEAST_KEYS)))
+    part = -(-time // count)
+    parts = q.new_empty(rows, count, 2 + mean + 4 * free, dtype=torch.float32)
+    out = [q.new_empty(batch, 1, heads, n) for n in (mean, free)]
+    steps = (0, 0) if mask is None else mask.expand(batch, heads, time).stride()[:2]
+    strides = [n for x in (q, k, v, f) for n in x.stride()[:2]]
+    sizes = {"heads": heads, "GROUP": heads // kv_heads, "MEAN": mean, "FREE": free}
+    sizes |= {"f_row": f.stride(2), "COLUMNS": columns, "CHANNELS": channels}
+    with on(q.device):
+        read_part_kernel[rows, count](
+            q, k, v, f, beta, q if mask is None else mask, parts, time, part, scale, *strides, *steps,
+            k_row=k.stride(2), v_row=v.stride(2), KEY=width, SHARED=shared, MASKED=mask is not None, KEYS=keys,
+            WIDE=wide, **sizes,
+        )  # fmt: skip
+        join_kernel[rows,](
+            parts, f, beta, *out, time, count, *f.stride()[:2], PARTS=triton.next_power_of_2(count), **sizes
+        )
+    return tuple(out)
+
+
+_operator = operator(
+    "one_query(Tensor q, Tensor k, Tensor v, Tensor? f, Tensor beta, Tensor? mask, float scale) -> (Tensor, Tensor)",
+    waits=False,
+)(_read)
+
+
+@_operator.register_fake
+def _(q, k, v, f, beta, mask, scale):
+    return tuple(q.new_empty(q.shape[0], 1, q.shape[1], n) for n in (v.shape[-1], beta.shape[-1]))
+
+
+def read_one_query(
+    q: Float[Tensor, "b h dk"],
+    k: Float[Tensor, "b hkv t dk"],
+    v: Float[Tensor, "b hkv t dv"],
+    f: Float[Tensor, "b hkv t df"],
+    beta: Float[Tensor, "hkv df"],
+    mask: Float[Tensor, "#b #hq t"] | None,
+    scale: float,
+    shared: bool,
+) -> Read:
+    """`one_query_read` of tensors of at most 32 bits on a card, in their dtype."""
+    q, k, v, f = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, f))
+    mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
+    read = _read if type(q) is Tensor and not torch.compiler.is_compiling() else _operator
+    return Read(*read(q, k, v, None if shared else f, beta.contiguous(), mask, scale))
