@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.precision import upcast, without_autocast
 from fem.ops.common.read import mix_channels, read_of
-from fem.ops.ssm.read import ssm_read, ssm_terms
+from fem.ops.ssm.ssm_read import ssm_read, ssm_terms
 from fem.optim import mark_undecayed
 from fem.prior_table import ROWS
 from fem.priors.base import Prior, indicators, twice

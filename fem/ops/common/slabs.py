@@ -147,8 +147,8 @@ class SlabScan:
             return *again_differentiable(self._again, [*inputs, *memory], grads[:6]), None
         wanted = list(ctx.needs_input_grad[: self.count])
         found = self.backward(list(grads[:6]), wanted, *inputs, *borders, ctx.kernels)
-        of_inputs = iter(found[3:])
-        d_inputs = [next(of_inputs) if x is not None and w else None for x, w in zip(inputs, wanted)]
+        remaining = iter(found[3:])
+        d_inputs = [next(remaining) if x is not None and w else None for x, w in zip(inputs, wanted)]
         return *d_inputs, *found[:3], None
 
     def _again(self, *tensors):

@@ -18,7 +18,7 @@ from fem.ops.common.read import Read
 from fem.ops.softmax.support import Support, bounds
 
 _NUMBERS = 1 << 22  # in float64 at once, 32 MiB
-_LEAST = 1e-130  # of a sum that has lost no digit; a second derivative divides by its square
+_LEAST_SUM = 1e-130  # of a sum that has lost no digit; a second derivative divides by its square
 
 
 def definition(q, k, v, f, beta: Float[Tensor, "hkv df"], support: Support) -> Read:
@@ -116,7 +116,7 @@ def _energies(
     """F by a product where float64 has the digits, entry by entry elsewhere; what is not wanted is finite."""
     shift = f.detach().amax(0)
     total = log_p.exp() @ ((f - shift) * beta).exp()
-    sure = total.detach() >= _LEAST
+    sure = total.detach() >= _LEAST_SUM
     free_energy = shift + total.where(sure, 1.0).log() / beta
     row, channel = (wanted & ~sure).nonzero(as_tuple=True)
     if not len(row):

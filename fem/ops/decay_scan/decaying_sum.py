@@ -13,7 +13,7 @@ from fem.ops.common.read import connected_zeros
 from fem.ops.common.recurrence import by_hgrn, running_sums
 from fem.ops.common.steps import along_time, portable
 from fem.ops.common.transforms import transformed
-from fem.ops.decay_scan.naive import naive_decay_scan
+from fem.ops.decay_scan.naive_decay_scan import naive_decay_scan
 
 
 def decay_scan(

@@ -12,7 +12,7 @@ from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, log, log_average, me
 from fem.ops.common.steps import along_time
 
 
-def step(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms]:
+def linear_step(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms]:
     """The read of one token and the memory after it; q, k, g, v, f are (B, H, d), the memory (B, H, d_k, ..).
 
     w'_c = e^{g_c} w_c + k_c        mean'_c, F'_c: the reads of channel c and of the token, merged
@@ -33,11 +33,11 @@ def step(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms]:
     return Terms(*(x.squeeze(2) for x in (total, mean, free_energy))), after
 
 
-def by_steps(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms]:
-    """The scan of (B, T, H, d), one `step` after another."""
+def linear_by_steps(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms]:
+    """The scan of (B, T, H, d), one `linear_step` after another."""
 
     def token(before: list[Tensor], *inputs: Tensor | None):
-        read, after = step(Terms(*before), *inputs, beta)
+        read, after = linear_step(Terms(*before), *inputs, beta)
         return list(after), list(read)
 
     last, rows = along_time(token, list(memory), q, k, g, v, f)

@@ -14,7 +14,7 @@ from fem.ops.common.read import Read, connected_zeros
 from fem.ops.common.steps import exporting
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
-from fem.ops.softmax.card import fused
+from fem.ops.softmax.card_attention import compiled_on_card
 from fem.ops.softmax.exact import definition
 from fem.ops.softmax.free_energy import free_energy_read
 from fem.ops.softmax.kernel_read import kernel_read
@@ -69,7 +69,7 @@ def _by_attention(q, k, v, f, beta, rules: Support, span: float) -> Read:
     if q.shape[1] == 1 and not (exporting() or differentiated(q, k, v, f, beta, rules.bias)):
         keys, values, free_values = (x.transpose(1, 2) for x in (k, v, f))
         with without_autocast(q.device):
-            step = fused(one_query_read, q)
+            step = compiled_on_card(one_query_read, q)
             return step(q[:, 0], keys, values, free_values, beta, mask_of_one(rules, k), rules.scale, f is v)
     if exporting() or q.is_cuda:
         return kernel_read(q, k, v, f, beta, rules, span)
