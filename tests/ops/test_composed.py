@@ -114,8 +114,8 @@ def test_free_energies_alone_are_read_by_a_kernel(monkeypatch, draw, decay, widt
     monkeypatch.setitem(globals(), "V", width)
     read, inputs = draw(33, torch.float32, decay)
     inputs["free_values"], inputs["v"] = inputs["v"], inputs["v"][..., :0]
-    monkeypatch.setattr(of_channels, "channel_by_prefixes", None)
-    monkeypatch.setattr(of_ssm, "ssm_by_prefixes", None)
+    monkeypatch.setattr(of_channels.CHANNEL_SCAN, "exact", None)
+    monkeypatch.setattr(of_ssm.SSM_SCAN, "exact", None)
     by_kernels = of_keys._by_kernels
 
     def proven(*inputs):

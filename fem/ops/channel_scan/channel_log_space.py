@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, beside, merge
-from fem.ops.common.steps import along_time
 
 
 def channel_by_prefixes(
@@ -32,22 +31,15 @@ def channel_by_prefixes(
     return read, Terms(*(part[:, -1:] for part in read))
 
 
-def channel_step(memory: Terms, x: Tensor, a: Tensor | None, v: Tensor, f: Tensor, beta: Tensor) -> Terms:
+def cell_step(memory: Terms, x: Tensor, a: Tensor | None, v: Tensor, f: Tensor, beta: Tensor) -> Terms:
     """What one token more reads, which is all that there is to remember."""
     return _zero_unseen(merge(memory if a is None else _fallen(memory, a), Terms(x, v, f), beta))
 
 
-def channel_by_steps(
-    memory: Terms, x: Tensor, a: Tensor | None, v: Tensor, f: Tensor, beta: Tensor
-) -> tuple[Terms, Terms]:
-    """The same, one `channel_step` after another: for graphs of any length."""
-
-    def token(before: list[Tensor], *inputs: Tensor | None):
-        after = channel_step(Terms(*before), *inputs, beta)
-        return list(after), list(after)
-
-    last, rows = along_time(token, [part.squeeze(1) for part in memory], x, a, v, f)
-    return Terms(*rows), Terms(*(part.unsqueeze(1) for part in last))
+def channel_step(memory: Terms, *inputs: Tensor | None) -> tuple[Terms, Terms]:
+    """What one token reads, (B, 1, C), and the memory after it."""
+    after = cell_step(memory, *inputs)
+    return after, after
 
 
 def _fallen(terms: Terms, a: Tensor) -> Terms:

@@ -8,19 +8,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.channel_scan.channel_log_space import channel_by_prefixes, channel_by_steps, channel_step
+from fem.ops.channel_scan.channel_log_space import channel_by_prefixes, channel_step
 from fem.ops.channel_scan.naive_channel_scan import naive_channel_scan_read
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype, largest_finite, without_autocast
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, connected_zeros
+from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype, largest_finite
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside
 from fem.ops.common.recurrence import recurrence
-from fem.ops.common.scan import ScanCall, read_free, read_pair, split_channels
+from fem.ops.common.scan import ScanCall, memory_before, read_free, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.steps import portable
 from fem.ops.common.sums import Sums, entering, leaving, shift_for
 from fem.ops.common.tokens import Tokens
-from fem.ops.common.transforms import differentiated, transformed
 
 SLAB_VALUES = 2**16  # of a slab's values: intermediate results fit the CPU's cache
 
@@ -68,33 +66,10 @@ def _channel_one_way(
     x, a, v, f = (None if part is None else part.flatten(2).to(dtype) for part in (x, a, v, f))
     beta = beta.to(dtype).flatten()
     inputs = (*_weighed(x, a, v, f, tokens, present), beta)
-    memory = _channel_memory(state, *inputs)
-    if 0 in v.shape[:2]:
-        zeros = partial(connected_zeros, v)
-        shapes = (inputs[0].shape, v.shape, f.shape)
-        terms, after = Terms(*(zeros(shape, *inputs, *memory) for shape in shapes)), memory
-    elif portable():
-        terms, after = channel_by_steps(memory, *inputs)
-    elif v.shape[1] == 1 and not kernels and not differentiated(*inputs, *memory):
-        with without_autocast(v.device):
-            terms = after = channel_step(memory, *inputs)
-    elif transformed(*inputs, *memory):
-        with without_autocast(v.device):
-            terms, after = channel_by_prefixes(memory, *inputs)
-    else:
-        terms, after = CHANNEL_SCAN(memory, kernels, *inputs)
-    by_heads = lambda part: part.unflatten(-1, (heads, -1))  # noqa: E731
-    after = after._replace(**{name: part.squeeze(1) for name, part in after._asdict().items()})
-    return Terms(*map(by_heads, terms)), {name: by_heads(part) for name, part in after._asdict().items()}
-
-
-def _channel_memory(state: dict[str, Tensor] | None, x: Tensor, a: Tensor | None, v: Tensor, f: Tensor, beta) -> Terms:
-    """What each channel has kept, (B, 1, C), before the first token."""
-    cells = [part.new_zeros(v.shape[0], 1, part.shape[-1]) for part in (x, v, f)]
-    if state is None:
-        return Terms(cells[0] + LOG_ZERO, *cells[1:])
-    kept = [state.get(name) for name in Terms._fields]
-    return Terms(*(cell if part is None else part.flatten(1).unsqueeze(1) for cell, part in zip(cells, kept)))
+    cells = ((v.shape[0], 1, part.shape[-1]) for part in (inputs[0], v, f))
+    terms, after = CHANNEL_SCAN(memory_before(state, v, *cells), kernels, *inputs)
+    by_heads = lambda part: part.unflatten(-1, (heads, part.shape[-1] // heads))  # noqa: E731
+    return Terms(*map(by_heads, terms)), {name: by_heads(part.squeeze(1)) for name, part in after._asdict().items()}
 
 
 def _weighed(x, a, v, f, tokens: Tokens | None, present: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -114,15 +89,7 @@ def _weighed(x, a, v, f, tokens: Tokens | None, present: bool) -> tuple[Tensor, 
 
 
 def _channel_slab(memory: Terms, kernels: int, x, a, v, f, beta) -> tuple[Terms, Terms, int] | None:
-    """What a slab reads, the memory after it, and how many free energies were computed again; None: see `SlabScan`."""
-    read = _channel_by_sums(memory, kernels, x, a, v, f, beta)
-    if read is not None:
-        return read, Terms(*(part[:, -1:] for part in read)), 0
-    return None if kernels else (*channel_by_prefixes(memory, x, a, v, f, beta), f.numel())
-
-
-def _channel_by_sums(memory: Terms, kernels: int, x, a, v, f, beta) -> Terms | None:
-    """What every token reads, by sums of [v | e | 1]; None where it is in doubt. Waits for the device."""
+    """What a slab reads, by sums of [v | e | 1], the memory after it, and 0 entries; None where it is in doubt."""
     there = x.detach() > NO_WEIGHT
     highest = torch.where(beside(there, f), f.detach(), -torch.inf).amax(1, keepdim=True)
     shift = shift_for(memory, highest, x.detach().amax(1, keepdim=True), beta, light=0.0)
@@ -137,7 +104,7 @@ def _channel_by_sums(memory: Terms, kernels: int, x, a, v, f, beta) -> Terms | N
         held = (memory.log_weight > NO_WEIGHT) | (there.cumsum(1) > 0)
         if bool((doubt & held).any()):
             return None
-    return read
+    return read, Terms(*(part[:, -1:] for part in read)), 0
 
 
 def _channel_slab_size(x, a, v, f, beta) -> int:
@@ -151,11 +118,6 @@ def _heavy_log_weights(x, a, v, f, beta) -> bool:
 
 
 CHANNEL_SCAN = SlabScan(
-    "channel_scan",
-    ("x", "a", "v", "f"),
-    ("beta",),
-    _channel_slab,
-    channel_by_prefixes,
-    _channel_slab_size,
-    _heavy_log_weights,
-)
+    "channel_scan", ("x", "a", "v", "f"), ("beta",), _channel_slab, channel_step, _channel_slab_size,
+    _heavy_log_weights, channel_by_prefixes,
+)  # fmt: skip

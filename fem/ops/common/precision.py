@@ -45,14 +45,14 @@ def double(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.double() for x in tensors]
 
 
-def needs_float64(v: Tensor, beta: Tensor | None, *log_weights: Tensor) -> bool:
+def needs_float64(v: Tensor, beta: Tensor, *log_weights: Tensor) -> bool:
     """Whether intermediate results in float32 would cost the free energy or its gradients digits that float32 has.
 
     F is a logarithm divided by beta, so a small beta magnifies its rounding. Gradients are differences of terms beta F,
     so values that hardly differ, or a large beta v, magnify theirs. And beta v is added to a log-weight: the larger
     that is, the coarser the sum is rounded. Reads a value back from the device.
     """
-    if beta is None or v.dtype != torch.float32 or v.device.type == "mps" or v.numel() == 0:
+    if v.dtype != torch.float32 or v.device.type == "mps" or v.numel() == 0:
         return False
     low, high = v.aminmax()
     least, most = beta.aminmax()

@@ -163,5 +163,7 @@ def _first_of_each_document(keep: Tensor | None, document: Tensor) -> Tensor:
 
 def filled(v: Tensor, keep: Tensor) -> Tensor:
     """Values in which masked tokens have the least of the others, so that no shift rises with them."""
+    if not v.shape[1]:
+        return v
     lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)
     return torch.where(keep, v, torch.where(lowest < torch.inf, lowest, 0))

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fem.ops.channel_scan.channel_log_space import channel_by_prefixes, channel_step
+from fem.ops.channel_scan.channel_log_space import cell_step, channel_by_prefixes
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, beside, log, log_average
-from fem.ops.common.steps import along_time
 
 
 def ssm_by_prefixes(
@@ -31,23 +30,11 @@ def ssm_by_prefixes(
 
 
 def ssm_step(memory: Terms, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> tuple[Terms, Terms]:
-    """What one token reads, (B, D), and the memory after it."""
+    """What one token reads, (B, 1, D), and the memory after it."""
     x, decay, log_c = _weights(delta, b, c, log_delta, log_b, log_c, opens, a)
-    after = channel_step(memory, x, decay, v.unsqueeze(1), f.unsqueeze(1), beta)
-    seen = memory._replace(log_weight=memory.log_weight + decay) if skip is None else after
-    return _read_over_cells(seen, log_c, v, f, skip, beta), after
-
-
-def ssm_by_steps(memory: Terms, *inputs: Tensor | None) -> tuple[Terms, Terms]:
-    """The scan, one `ssm_step` after another."""
-    *along, a, skip, beta = inputs
-
-    def token(before: list[Tensor], *tokens: Tensor | None):
-        read, after = ssm_step(Terms(*before), *tokens, a, skip, beta)
-        return list(after), list(read)
-
-    last, rows = along_time(token, list(memory), *along)
-    return Terms(*rows), Terms(*last)
+    after = cell_step(memory, x.squeeze(1), decay.squeeze(1), v, f, beta)
+    seen = memory._replace(log_weight=memory.log_weight + decay.squeeze(1)) if skip is None else after
+    return _read_over_cells(Terms(*(part.unsqueeze(1) for part in seen)), log_c, v, f, skip, beta), after
 
 
 def _weights(delta, b, c, log_delta, log_b, log_c, opens, a) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,16 +11,14 @@ from torch import Tensor
 
 from fem.ops.common.backend import found, scan_backend
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import compute_dtype, without_autocast
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, connected_zeros, log
-from fem.ops.common.scan import ScanCall, read_free, read_pair, split_channels
+from fem.ops.common.precision import compute_dtype
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, log
+from fem.ops.common.scan import ScanCall, memory_before, read_free, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.steps import portable
 from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for
 from fem.ops.common.tokens import filled
-from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.ssm.naive_ssm import naive_ssm_read
-from fem.ops.ssm.ssm_log_space import ssm_by_prefixes, ssm_by_steps, ssm_step
+from fem.ops.ssm.ssm_log_space import ssm_by_prefixes, ssm_step
 from fem.ops.ssm.state_scan import state_scan
 
 SLAB_STATES = 2**20  # of a slab's states, between borders that training keeps
@@ -96,7 +94,7 @@ def _ssm_one_way(A, D, kernels: int, delta, B, C, log_delta, log_b, log_c, v, f,
     flat = lambda x: None if x is None else x.flatten(2).to(dtype)  # noqa: E731
     delta, v, f, log_delta = map(flat, (delta, v, f, log_delta))
     B, C, log_b, log_c = (None if x is None else x.to(dtype) for x in (B, C, log_b, log_c))
-    keep = None if tokens is None or tokens.keep is None or 0 in v.shape[:2] else tokens.keep.unsqueeze(-1)
+    keep = None if tokens is None or tokens.keep is None else tokens.keep.unsqueeze(-1)
     if keep is not None:  # masked tokens weigh and decay nothing
         delta, B, C = (torch.where(keep, x, 0) for x in (delta, B, C))
         log_delta, log_b, log_c = (
@@ -108,49 +106,19 @@ def _ssm_one_way(A, D, kernels: int, delta, B, C, log_delta, log_b, log_c, v, f,
     opens = None if tokens is None else tokens.start
     a, D, beta = A.to(dtype).flatten(0, 1).T.contiguous(), D.to(dtype).flatten() if present else None, beta.to(dtype)
     inputs = (delta, B, C, log_delta, log_b, log_c, opens, v, f, a, D, beta.flatten())
-    memory = _ssm_memory(state, *inputs)
-    if 0 in v.shape[:2]:
-        given = [x for x in inputs if x is not opens]
-        zeros = partial(connected_zeros, v)
-        terms, after = Terms(*(zeros(x.shape, *given, *memory) for x in (delta, v, f))), memory
-    elif portable():
-        terms, after = ssm_by_steps(memory, *inputs)
-    elif v.shape[1] == 1 and not kernels and not differentiated(*inputs, *memory):
-        with without_autocast(v.device):
-            terms, after = ssm_step(memory, *(None if x is None else x.squeeze(1) for x in inputs[:9]), *inputs[9:])
-        terms = Terms(*(part.unsqueeze(1) for part in terms))
-    elif transformed(*inputs, *memory):
-        with without_autocast(v.device):
-            terms, after = ssm_by_prefixes(memory, *inputs)
-    else:
-        terms, after = SSM_SCAN(memory, kernels if present else 0, *inputs)
+    cells = ((v.shape[0], len(a), x.shape[-1]) for x in (delta, v, f))
+    terms, after = SSM_SCAN(memory_before(state, v, *cells), kernels if present else 0, *inputs)
     if keep is not None:  # a masked token does not even see itself through D
         terms = Terms(*(torch.where(keep, x, nothing) for x, nothing in zip(terms, (LOG_ZERO, 0, 0))))
     by_heads = lambda x: x.unflatten(-1, (heads, x.shape[-1] // heads))  # noqa: E731
     return Terms(*map(by_heads, terms)), {name: by_heads(x) for name, x in after._asdict().items()}
 
 
-def _ssm_memory(state, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> Terms:
-    """What each state has kept, (B, N, D), before the first token."""
-    cells = [x.new_zeros(v.shape[0], a.shape[0], x.shape[-1]) for x in (delta, v, f)]
-    if state is None:
-        return Terms(cells[0] + LOG_ZERO, *cells[1:])
-    kept = [state.get(name) for name in Terms._fields]
-    return Terms(*(cell if x is None else x.flatten(2) for cell, x in zip(cells, kept)))
-
-
-def _ssm_slab(memory: Terms, kernels: int, *inputs: Tensor | None) -> tuple[Terms, Terms, int] | None:
-    """What a slab reads, the memory after it, and how many free energies were computed again; None: see `SlabScan`."""
-    found = _ssm_by_sums(memory, kernels, *inputs)
-    if found is not None:
-        return *found, 0
-    return None if kernels else (*ssm_by_prefixes(memory, *inputs), inputs[8].numel())
-
-
-def _ssm_by_sums(
+def _ssm_slab(
     memory: Terms, kernels: int, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta
-) -> tuple[Terms, Terms] | None:
-    """By sums of [v | e | 1] in every state; None where they are in doubt. Waits for the device."""
+) -> tuple[Terms, Terms, int] | None:
+    """What a slab reads, by sums of [v | e | 1] in every state, the memory after it, and 0 entries; None where it is in
+    doubt. Waits for the device."""
     (into, heaviest), (out, most) = _scaled(b, log_b), _scaled(c, log_c)
     heights = (log(delta) if log_delta is None else log_delta).detach() + heaviest
     highest = f.detach().amax(1, keepdim=True)
@@ -188,7 +156,7 @@ def _ssm_by_sums(
         entered = (into > 0).any(1).unsqueeze(-1) & (weight > 0).any(1, keepdim=True)
         if bool((lost & ((memory.log_weight > NO_WEIGHT) | entered)).any()):
             return None
-    return read, after
+    return read, after, 0
 
 
 def _scaled(x: Tensor | None, log_x: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -227,9 +195,7 @@ def _ssm_slab_size(delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, b
     return torch.sym_max(16, SLAB_STATES // torch.sym_max(1, delta.shape[0] * a.shape[0] * a.shape[1]))
 
 
-def _never(*inputs) -> bool:
-    return False
-
-
 ALONG = ("delta", "b", "c", "log_delta", "log_b", "log_c", "opens", "v", "f")
-SSM_SCAN = SlabScan("ssm_scan", ALONG, ("a", "skip", "beta"), _ssm_slab, ssm_by_prefixes, _ssm_slab_size, _never)
+SSM_SCAN = SlabScan(
+    "ssm_scan", ALONG, ("a", "skip", "beta"), _ssm_slab, ssm_step, _ssm_slab_size, exact=ssm_by_prefixes
+)
