@@ -13,9 +13,9 @@ from fem.ops.channel_scan.naive_channel_scan import naive_channel_scan_read
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype, largest_finite
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, read_free
 from fem.ops.common.recurrence import recurrence
-from fem.ops.common.scan import ScanCall, memory_before, read_free, read_pair, split_channels
+from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
 from fem.ops.common.sums import Sums, entering, leaving, shift_for
 from fem.ops.common.tokens import Tokens
@@ -55,7 +55,8 @@ def _channel_read(x, a, v, f, beta, *, call: ScanCall) -> Read | tuple[Read, dic
     if backend == "reference" and 0 not in v.shape[:2]:
         return by_definition(partial(naive_channel_scan_read, x, values, temperature, a), values.dtype, call)
     terms, state = call.both_ways(partial(_channel_one_way, kernels=backend == "triton"), (x, a, v, f), beta)
-    return call.result(terms, {name: part for name, part in state.items() if part.shape[-1]}, temperature, values.dtype)
+    state = {name: part for name, part in state.items() if part.shape[-1]}
+    return call.result(terms, state, beta, values.dtype, temperature)
 
 
 def _channel_one_way(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fem.ops.common.precision import upcast
-from fem.ops.common.read import LOG_ZERO, Read, Terms, merge, read_of
+from fem.ops.common.read import LOG_ZERO, Read, Terms, merge, read_of, rounded
 from fem.ops.common.tokens import Tokens
 
 State = dict[str, Tensor]
@@ -45,14 +45,13 @@ class ScanCall(NamedTuple):
         return merge(past, Terms(*map(flip, future)), beta.to(past.mean.dtype)), state
 
     def result(
-        self, terms: Terms, state: State | None, beta: Tensor | None, dtype: torch.dtype
+        self, terms: Terms, state: State, rate: Tensor, dtype: torch.dtype, beta: Tensor | None
     ) -> Read | tuple[Read, State]:
         """What the scan returns: a read, and with `return_state` the state; no free energy without a beta."""
-        if beta is None:
-            terms = terms._replace(free_energy=None)
-            state = state and {name: x for name, x in state.items() if name != "free_energy"}
-        read = read_of(terms, beta, self.normalize, dtype)
-        return (read, state) if self.return_state else read
+        read = rounded(read_of(terms, rate, self.normalize), dtype, beta)
+        if not self.return_state:
+            return read
+        return read, {name: x for name, x in state.items() if beta is not None or name != "free_energy"}
 
 
 def memory_before(state: State | None, like: Tensor, *shapes: tuple[int, ...]) -> Terms:
@@ -61,13 +60,6 @@ def memory_before(state: State | None, like: Tensor, *shapes: tuple[int, ...]) -
         return Terms(like.new_full(shapes[0], LOG_ZERO), *(like.new_zeros(shape) for shape in shapes[1:]))
     kept = [state.get(name) for name in Terms._fields]
     return Terms(*(like.new_zeros(shape) if x is None else x.reshape(shape) for x, shape in zip(kept, shapes)))
-
-
-def read_free(v: Tensor, free_values: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The values whose free energy is read, and their temperatures: of no channel without a beta."""
-    if beta is None:
-        return v[..., :0], v.new_ones(v.shape[2], 0)
-    return v if free_values is None else free_values, beta
 
 
 def split_channels(x: Tensor | None, widths: tuple[int, int], dim: int = -1) -> tuple[Tensor | None, ...]:

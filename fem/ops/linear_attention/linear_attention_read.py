@@ -12,8 +12,8 @@ from torch import Tensor
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype, upcast
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, log
-from fem.ops.common.scan import ScanCall, memory_before, read_free
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, log, read_free
+from fem.ops.common.scan import ScanCall, memory_before
 from fem.ops.common.slabs import SlabScan
 from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for
 from fem.ops.common.tokens import Tokens, filled
@@ -47,7 +47,7 @@ def linear_attention_read(
     f, rate = read_free(v, free_values, beta)
     one_way = partial(_linear_one_way, kernels=backend == "triton")
     terms, state = call.both_ways(one_way, (q, k, v, f, log_decay), rate)
-    return call.result(terms, state, beta, v.dtype)
+    return call.result(terms, state, rate, v.dtype, beta)
 
 
 def _linear_one_way(

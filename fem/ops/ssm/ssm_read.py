@@ -12,8 +12,8 @@ from torch import Tensor
 from fem.ops.common.backend import found, scan_backend
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, log
-from fem.ops.common.scan import ScanCall, memory_before, read_free, read_pair, split_channels
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, log, read_free
+from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
 from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for
 from fem.ops.common.tokens import filled
@@ -67,25 +67,19 @@ def _ssm_read(delta, A, B, C, D, v, f, beta, logs, *, call: ScanCall) -> Read | 
     temperature = beta if beta.numel() else None
     if call.backend == "reference" and 0 not in v.shape[:2]:
         return by_definition(partial(naive_ssm_read, delta, A, B, C, D, values, temperature), values.dtype, call)
-    terms, state = _ssm_terms(delta, A, B, C, D, v, f, beta, logs, call)
-    return call.result(terms, state, temperature, values.dtype)
+    terms, state = ssm_terms(delta, A, B, C, D, v, f, beta, logs, call)
+    return call.result(terms, state, beta, values.dtype, temperature)
 
 
-def ssm_terms(delta, A, B, C, D, v, beta, logs, call: ScanCall) -> tuple[Terms, dict[str, Tensor] | None]:
-    """`ssm_read` as normalised terms with the logarithm of their total weight, and the state, if wanted."""
-    terms, state = _ssm_terms(delta, A, B, C, D, v, *read_free(v, None, beta), logs, call)
-    return terms._replace(free_energy=None) if beta is None else terms, state
-
-
-def _ssm_terms(delta, A, B, C, D, v, f, beta, logs, call: ScanCall) -> tuple[Terms, dict[str, Tensor] | None]:
+def ssm_terms(delta, A, B, C, D, v, f, beta, logs, call: ScanCall) -> tuple[Terms, dict[str, Tensor]]:
+    """`ssm_read` as normalised terms with the logarithm of their total weight, and the state."""
     backend = scan_backend(call.backend, v.device, compute_dtype(delta, A, B, C, D, v, f), "triton")
     kernels = OURS if backend == "triton" and A.shape[-1] <= MOST_STATES else 0
     if kernels and call.initial_state is None and not call.return_state:
         kernels = STATELESS
     along = (delta, B, C, *(logs or (None, None, None)), v, f)
     terms, state = call.both_ways(partial(_ssm_one_way, A, D, kernels), along, beta)
-    state = {name: part for name, part in state.items() if part.shape[-1]} if call.return_state else None
-    return terms, state
+    return terms, {name: part for name, part in state.items() if part.shape[-1]}
 
 
 def _ssm_one_way(A, D, kernels: int, delta, B, C, log_delta, log_b, log_c, v, f, beta, tokens, state, present: bool):
