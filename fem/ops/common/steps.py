@@ -1,6 +1,6 @@
 """A recurrence step by step: in a loop, which PyTorch can transform in any way, or by the scan of `torch.export`.
 
-Private parts of PyTorch: `compiler._is_exporting_flag`, of 2.11, which may go when 2.12 is the oldest version, and
+Private parts of PyTorch: `compiler._is_exporting_flag`, of 2.11, which may go when that is no longer supported, and
 `_higher_order_ops.scan`, of 2.11 to 2.13, when it is public.
 """
 
