@@ -66,6 +66,7 @@ class OperatorPrior(Prior):
                 )
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
+        """The operator's sums of 1, v and exp(beta (v - m)), each document apart, and F from their ratios."""
         if memory is not None:
             raise ValueError(
                 "an operator prior keeps no state; call the layer on whole sequences, without state and return_state."

@@ -52,6 +52,7 @@ class SoftmaxPrior(Prior):
         return self.rotated((q, k), position)
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
+        """A whole sequence by one read; a stream over the cache, to which its tokens are appended first."""
         config = self.config
         q, k = self.queries_and_keys(features, tokens.position)
         if memory is None:

@@ -12,7 +12,7 @@ from fem.ops.channel_scan.channel_log_space import channel_by_prefixes, channel_
 from fem.ops.channel_scan.naive_channel_scan import naive_channel_scan_read
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype, largest_finite
+from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, read_free
 from fem.ops.common.recurrence import recurrence
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
@@ -115,7 +115,7 @@ def _channel_slab_size(x, a, v, f, beta) -> int:
 
 def _heavy_log_weights(x, a, v, f, beta) -> bool:
     """Whether beta f is added to log-weights so large that the sum loses digits."""
-    return bool(f.shape[-1]) and bool(largest_finite(torch.where(x > NO_WEIGHT, x, 0)) > LARGEST_LOG_WEIGHT)
+    return bool(f.shape[-1]) and bool(torch.where(x > NO_WEIGHT, x, 0).abs().amax() > LARGEST_LOG_WEIGHT)
 
 
 CHANNEL_SCAN = SlabScan(

@@ -35,6 +35,8 @@ def by_hgrn(log_decay: Tensor, u: Tensor, state: Tensor) -> Tensor:
 
 
 class _Recurrence(torch.autograd.Function):
+    """h, whose gradient is the same recurrence from the last token to the first."""
+
     @staticmethod
     def forward(ctx, log_decay, u, state):
         h = running_sums(log_decay, u, state)
@@ -62,6 +64,7 @@ def running_sums(log_decay: Tensor | None, u: Tensor, state: Tensor, backwards: 
 
 
 def _scan(log_decay: Tensor | None, u: Tensor, out: Tensor, state: Tensor, backwards: bool) -> Tensor:
+    """h into `out`: short sequences in one loop, long ones block by block, which advance together."""
     factor = None if log_decay is None else log_decay.exp()
     blocks, rest = divmod(u.shape[1], BLOCK_TOKENS)
     if blocks < 2 or (blocks <= MOST_BLOCKS and state.numel() >= WIDE):

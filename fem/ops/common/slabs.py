@@ -113,6 +113,7 @@ class SlabScan:
         return read, Terms(*(x.to(dtype) for x in memory)), again
 
     def _forward(self, *arguments):
+        """The reads of all tokens, the memory after the last, and the memory at every border between slabs."""
         inputs, memory, kernels = arguments[: self.count], Terms(*arguments[self.count : -1]), arguments[-1]
         dtype, again, reads, borders = memory.mean.dtype, 0, [], [memory]
         with torch.no_grad(), without_autocast(memory.mean.device):
@@ -142,6 +143,7 @@ class SlabScan:
         return [*self._empty_reads(inputs, memory), *(x.new_empty(x.shape) for x in memory), *borders]
 
     def _backward(self, grads, wanted, *arguments):
+        """Gradients of the memory and of the inputs: each slab is read again from its border, the last one first."""
         inputs, borders, kernels = arguments[: self.count], Terms(*arguments[self.count : -1]), arguments[-1]
         dtype, d_reads, d_memory = borders.mean.dtype, grads[:3], grads[3:]
         if not kernels and self._in_float64(inputs):

@@ -88,6 +88,7 @@ def leaving(
 
 @torch.no_grad()
 def _unproven(energy: Tensor, weight: Tensor, floor: Tensor | float, least: float) -> Tensor | None:
+    """Which weights or energies are so small, or so large, that digits may be lost; None: none is."""
     if weight.numel() == 0:
         return None
     lightest, heaviest = weight.aminmax()

@@ -118,6 +118,7 @@ def _all_of_one_document(time: int, before: CachePosition, continues: bool) -> t
 
 
 def _check_marks(name: str, marks: Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
+    """Raise unless a mask or ids are a dense tensor of that shape and device."""
     if marks is None:
         return
     if not isinstance(marks, Tensor):
@@ -132,6 +133,7 @@ def _check_marks(name: str, marks: Tensor | None, shape: tuple[int, int], device
 
 
 def _as_bool(mask: Tensor, name: str) -> Tensor:
+    """A mask of 0 and 1 as booleans. Raises on floats and, where it may look, on other numbers."""
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(
             f"{name} must be bool or integers 0/1 with 1 = keep, got dtype {mask.dtype}; a bias that is added to the "

@@ -84,6 +84,7 @@ def tile_rows(width: int) -> int:
     waits=False,
 )
 def _condition(projected, weight, bias, keep, start, hidden, eps, dtype, length, bends):
+    """h, the last state, and the state at the start of every tile, by one or two kernels."""
     from fem.ops.conditioner import conditioner_kernels as kernels
 
     projected, keep, start, hidden = _contiguous(projected, keep, start, hidden)
@@ -114,6 +115,7 @@ def _outputs(projected, weight, bias, keep, start, hidden, eps, dtype, length, b
     waits=False,
 )
 def _condition_backward(grad, d_last, projected, weight, bias, keep, start, starts, eps, length, bends):
+    """Gradients of the projections, of the norm, and of the state before the first token, by two kernels."""
     from fem.ops.conditioner import conditioner_kernels as kernels
 
     projected, keep, start, d_last = _contiguous(projected, keep, start, d_last)
@@ -154,6 +156,7 @@ def _save_condition(ctx, inputs, output):
 
 
 def _differentiate_condition(ctx, grad, d_last, _):
+    """First derivatives by the kernels, further ones by the plain form."""
     *tensors, starts = ctx.saved_tensors
     projected, weight, bias, keep, start, hidden = tensors
     if torch.is_grad_enabled():

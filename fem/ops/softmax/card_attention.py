@@ -142,6 +142,7 @@ _UNCOMPILED: set[Callable] = set()
 
 
 def _try_compiled(function: Callable, *arguments):
+    """The function compiled, or from its first failure on as it is, with one warning."""
     for x in torch.utils._pytree.tree_leaves(arguments):  # any number of rows and tokens; loops are fused over the rest
         for dim in range(2 if isinstance(x, Tensor) and x.ndim == 4 else 0):
             torch._dynamo.maybe_mark_dynamic(x, dim)

@@ -45,6 +45,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_mean, grad_free, _):
+        """First derivatives by the operator, further ones by the definition."""
         *inputs, keep, first, end, out, lse = ctx.saved_tensors
         causal, scale, by_flash = ctx.options
         if torch.is_grad_enabled():
@@ -142,6 +143,7 @@ def _forward_in(dtype, q, k, v, f, beta, support: Support, by_flash: bool) -> tu
 
 
 def _band_forward(q, k, v, f, beta, support: Support, by_flash: bool) -> tuple[Tensor, ...]:
+    """What `_read_forward` returns, of queries that share a shift."""
     values, packing = _packed(v, f, beta, q.shape[3])
     out, lse = attend(q, k, values, support, by_flash)
     packing, at = packing.per_query_head(q.shape[2]), slice(v.shape[3], v.shape[3] + f.shape[3])

@@ -112,8 +112,11 @@ def scan_backward_kernel(
 
 
 class _Scan(torch.autograd.Function):
+    """The kernels' launches: a program has BLOCK columns of a row."""
+
     @staticmethod
     def forward(ctx, delta, a, b, c, u, opens, first):
+        """y and the last states; kept for the gradient are the states before every CHUNK-th token."""
         delta, a, b, c, u, first = (x.float().contiguous() for x in (delta, a, b, c, u, first))
         (batch, time, columns), (states, width) = u.shape, a.shape
         y, last = torch.empty_like(u), torch.empty_like(first)
@@ -131,6 +134,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, d_last):
+        """Gradients by one launch, whose parts by block, row and stream are added up here."""
         delta, a, b, c, u, marks, kept = ctx.saved_tensors
         (batch, time, columns), (states, width) = u.shape, a.shape
         d_delta, d_u = torch.empty_like(u), torch.empty_like(u)

@@ -93,6 +93,7 @@ class Sizes(NamedTuple):
 
 @functools.lru_cache(1024)
 def sizes_of(form: Form, batch: int, time: int) -> Sizes:
+    """The grids and sizes with which the kernels of one call are launched."""
     power = triton.next_power_of_2
     columns = power(form.width)
     rows = rows_of_tile(form)

@@ -71,6 +71,8 @@ _TENSORS = 11
 
 
 class _MixedRead(torch.autograd.Function):
+    """o, in eager calls; a compiled graph has the operators below."""
+
     @staticmethod
     def forward(ctx, *inputs):
         kept = _mixed_forward(*inputs)
