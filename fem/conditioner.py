@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.tokens import Tokens
-from fem.ops.conditioner.plain import Form
-from fem.ops.conditioner.read import conditioned
+from fem.ops.conditioner.conditioned import conditioned
+from fem.ops.conditioner.plain_conditioner import ConvForm
 from fem.projection import Projection
 
 
@@ -25,7 +25,7 @@ class TimeDecayConditioner(nn.Module):
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__()
         hidden = config.conv_hidden
-        self.form = Form.named(config.conv_form, hidden)
+        self.form = ConvForm.named(config.conv_form, hidden)
         self.bidirectional = config.conv_bidirectional
         self.backend = config.backend
         self.norm_in = nn.LayerNorm(config.n_embd) if config.conv_norm_first else nn.Identity()

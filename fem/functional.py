@@ -22,16 +22,16 @@ from fem.arguments import (
     check_values,
 )
 from fem.checks import SMALLEST, finite_number, positive_int
-from fem.ops.channel_scan import read as channel_scan
+from fem.ops.channel_scan import channel_scan_read as channel_scan
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import Read
 from fem.ops.common.scan import ScanCall
 from fem.ops.common.tokens import read_tokens
 from fem.ops.common.transforms import may_look
-from fem.ops.decay_scan import read as decay
-from fem.ops.linear_attention import read as linear_attention
-from fem.ops.softmax import read as softmax
-from fem.ops.ssm import read as ssm
+from fem.ops.decay_scan import decaying_sum as decay
+from fem.ops.linear_attention import linear_attention_read as linear_attention
+from fem.ops.softmax import softmax_read as softmax
+from fem.ops.ssm import ssm_read as ssm
 from fem.state import CachePosition
 
 __all__ = ["Read", "ScanState", "channel_scan_read", "decay_scan", "keyed_scan_read", "softmax_read", "ssm_read"]

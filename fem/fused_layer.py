@@ -87,7 +87,7 @@ class _Reordered(torch.autograd.Function):
 
 def _arguments(layer, x: Tensor, features: Tensor, values: Tensor | None) -> tuple:
     """What `mixed_read` is called with. x says dtype, device and length alone."""
-    from fem.ops.softmax.fused.form import Form
+    from fem.ops.softmax.fused.layer_form import Form
 
     config, gate, dtype = layer.config, layer.gate, _dtype(x)
     first, second = _first_maps(layer), []
@@ -141,7 +141,7 @@ def _plain(projection: nn.Module) -> bool:
 
 @torch.compiler.assume_constant_result
 def _kernel(device: int, heads: int, kv_heads: int, key_width: int, width: int, causal: bool) -> str | None:
-    from fem.ops.softmax.fused.attention import kernel_for, wishes
+    from fem.ops.softmax.fused.fused_attention import kernel_for, wishes
 
     sizes = (heads, kv_heads, key_width, width, causal)
     return kernel_for(torch.device("cuda", device), torch.bfloat16, *sizes, wishes())

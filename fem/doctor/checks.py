@@ -231,9 +231,9 @@ def _checkpointed(config, device) -> str | None:
     return _same(config, device, lambda layer: lambda x: checkpoint(layer, x, use_reentrant=False))
 
 
-def _compiled(config, device, mode: str | None = None) -> str | None:
-    options = {"mode": mode} if device.type == "cuda" else {"backend": "aot_eager"}
-    return _same(config, device, lambda layer: torch.compile(layer, **options))
+def _compiled(config, device, **options: bool) -> str | None:
+    how = {"options": options} if device.type == "cuda" else {"backend": "aot_eager"}
+    return _same(config, device, lambda layer: torch.compile(layer, **how))
 
 
 def _on_a_side_stream(config, device) -> str | None:
@@ -272,7 +272,9 @@ SECOND = "second GPU"  # left out where there is none; cuda:0 stays the current 
 SITUATIONS: dict[str, Callable] = {
     "checkpointing": _checkpointed,
     "compile": _compiled,
-    "reduce-overhead": lambda config, device: _compiled(config, device, "reduce-overhead"),
+    "CUDA graphs by compile": lambda config, device: _compiled(
+        config, device, **{"triton.cudagraphs": True, "graph_partition": False}
+    ),
     "side stream": _on_a_side_stream,
     "CUDA graph": _captured,
     SECOND: lambda config, device: _same(config, device, lambda layer: layer, torch.device("cuda:1")),

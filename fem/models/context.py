@@ -19,7 +19,7 @@ from fem.models.engines.attention import EXACT
 from fem.models.modeling import FEMForCausalLM, FEMModel
 from fem.ops.common.read import Read
 from fem.ops.common.tokens import Tokens, read_tokens
-from fem.ops.softmax.read import softmax_read
+from fem.ops.softmax.softmax_read import softmax_read
 from fem.priors import OperatorPrior, Prior
 from fem.priors.softmax import SoftmaxPrior
 from fem.state import CachePosition, MixerState

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.precision import upcast, without_autocast
-from fem.ops.common.read import mix_channels, read_of
-from fem.ops.ssm.read import ssm_read, ssm_terms
+from fem.ops.common.read import mix_channels, read_free, read_of, rounded
+from fem.ops.ssm.ssm_read import ssm_read, ssm_terms
 from fem.optim import mark_undecayed
 from fem.prior_table import ROWS
 from fem.priors.base import Prior, indicators, twice
@@ -109,20 +109,23 @@ class InteractiveMambaPrior(Prior):
         return (config.n_head,)
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
-        per_channel = None if beta is None else beta[:, None].expand(-1, v.shape[-1])
-        terms, after = self._terms(features, v, per_channel, tokens, memory)
+        f, rate = read_free(v, None, beta)
+        rate = rate.unsqueeze(-1).expand(-1, v.shape[-1]) if f is v else rate
+        terms, after = self._terms(features, v, f, rate, tokens, memory)
         with without_autocast(v.device):
-            terms = mix_channels(F.softplus(upcast(self.mixing)), terms, per_channel)
-        return read_of(terms, per_channel, self.config.normalize, v.dtype), after
+            terms = mix_channels(F.softplus(upcast(self.mixing)), terms, rate)
+        read = rounded(read_of(terms, rate, self.config.normalize), v.dtype, beta)
+        return read, None if memory is None else after
 
-    def _terms(self, features, v, beta, tokens, memory=None):
+    def _terms(self, features, v, f, rate, tokens, memory=None):
         numbers, logs = self.ssm(features)
-        return ssm_terms(*numbers, v, beta, logs, self.scan_call(tokens, memory))
+        return ssm_terms(*numbers, v, f, rate, logs, self.scan_call(tokens, memory))
 
     def selection(self, features, v, tokens):
         mixing = F.softplus(upcast(self.mixing))
-        within = torch.stack([self._terms(features, one, None, tokens)[0].mean for one in indicators(v)], -1)
-        weight = self._terms(features, v, None, tokens)[0].log_weight[..., None, :] + mixing.log()
+        read = lambda one: self._terms(features, one, *read_free(one, None, None), tokens)[0]  # noqa: E731
+        within = torch.stack([read(one).mean for one in indicators(v)], -1)
+        weight = read(v).log_weight[..., None, :] + mixing.log()
         pairs = weight.softmax(-1) if self.config.normalize else weight.exp()
         pairs = torch.einsum("bthjk,bthki->bthjik", pairs, within).flatten(-2)
         values = v.permute(0, 2, 1, 3).flatten(2)

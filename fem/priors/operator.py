@@ -66,6 +66,7 @@ class OperatorPrior(Prior):
                 )
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
+        """The operator's sums of 1, v and exp(beta (v - m)), each document apart, and F from their ratios."""
         if memory is not None:
             raise ValueError(
                 "an operator prior keeps no state; call the layer on whole sequences, without state and return_state."
@@ -173,13 +174,13 @@ def _eager(x: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or x.is_meta or transformed(x))
 
 
-def _check_weights(of_less: Tensor, of_ones: Tensor | None) -> None:
+def _check_weights(part: Tensor, whole: Tensor | None) -> None:
     """Raise unless 0 <= op(x) <= op(1), as it must be of weights >= 0 and 0 <= x <= 1."""
-    if not _eager(of_less):
+    if not _eager(part):
         return
-    most = (of_less if of_ones is None else of_ones).abs().amax()
-    wrong = ~(of_less >= -_ROUNDING * most)  # NaN too
-    wrong = wrong if of_ones is None else wrong | (of_less > of_ones + _ROUNDING * most)
+    most = (part if whole is None else whole).abs().amax()
+    wrong = ~(part >= -_ROUNDING * most)  # NaN too
+    wrong = wrong if whole is None else wrong | (part > whole + _ROUNDING * most)
     if bool(wrong.any()):
         raise ValueError(
             "op must be non-negative, got a negative weight or NaN: op(1) or op(x) of some 0 <= x <= 1 leaves "

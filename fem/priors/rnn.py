@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fem.config import FreeEnergyMixerConfig
-from fem.ops.channel_scan.read import channel_scan_read
+from fem.ops.channel_scan.channel_scan_read import channel_scan_read
 from fem.prior_table import ROWS
 from fem.priors.base import Prior, twice
 from fem.priors.linear_attention import log_decay

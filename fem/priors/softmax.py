@@ -11,7 +11,7 @@ from torch import Tensor
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.cached import cached_read
-from fem.ops.softmax.read import softmax_read
+from fem.ops.softmax.softmax_read import softmax_read
 from fem.prior_table import ROWS
 from fem.priors.base import Prior
 from fem.priors.kv_cache import append, packing_of, within_window
@@ -52,6 +52,7 @@ class SoftmaxPrior(Prior):
         return self.rotated((q, k), position)
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
+        """A whole sequence by one read; a stream over the cache, to which its tokens are appended first."""
         config = self.config
         q, k = self.queries_and_keys(features, tokens.position)
         if memory is None:

@@ -15,10 +15,11 @@ import triton
 from ahead_of_time import usage
 from torch import Tensor
 
-from fem.ops.conditioner import kernels as of_conditioner
-from fem.ops.softmax import card as of_attention
-from fem.ops.softmax.fused import attention, doubt
-from fem.ops.softmax.fused import kernels as of_softmax
+from fem.ops.conditioner import conditioner_kernels as of_conditioner
+from fem.ops.softmax import card_attention as of_attention
+from fem.ops.softmax.fused import doubt_kernels as doubt
+from fem.ops.softmax.fused import elementwise_kernels as of_softmax
+from fem.ops.softmax.fused import fused_attention as attention
 
 SM = int(os.environ.get("FAKE_SM", "90"))
 KERNELS = (of_softmax, doubt, of_conditioner)
@@ -171,7 +172,8 @@ def pose_as_cudnn() -> None:
     """Put flash attention in the place of cuDNN's, whose stub cannot be called: the calls of composed reads choose it
     themselves; the fused layer's, whose values may be wider than the keys, read empty values of the keys' width.
     """
-    choose, attend, attend_backward = torch.nn.attention.sdpa_kernel, attention.attend, attention.attend_backward
+    choose = torch.nn.attention.sdpa_kernel
+    attend, attend_backward = attention.kernel_attention, attention.kernel_attention_backward
     without = lambda order, **how: choose([one for one in order if one.name != "CUDNN_ATTENTION"], **how)  # noqa: E731
     as_wide = lambda x, y: x if x.shape[-1] == y.shape[-1] else x.new_empty(*x.shape[:-1], y.shape[-1])  # noqa: E731
 
@@ -184,4 +186,5 @@ def pose_as_cudnn() -> None:
         d_q, d_k, d_values = attend_backward(as_wide(grad, k), q, k, *narrow, lse, scale, causal, "flash")
         return [d_q, d_k, as_wide(d_values, values)]
 
-    of_attention.sdpa_kernel, attention.attend, attention.attend_backward = without, forward, backward
+    of_attention.sdpa_kernel = without
+    attention.kernel_attention, attention.kernel_attention_backward = forward, backward

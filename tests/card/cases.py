@@ -120,7 +120,10 @@ def test_softmax_of_every_length_meets_no_recompile_limit(fields, marks, mode):
 def test_no_cuda_graph_is_made_of_a_part_of_a_layer(fields):
     """Inductor leaves out pieces of a concatenation that lie in another part (fem/ops/common/operator.py)."""
     layer, x = build(256, 4, use_conv=True, **fields), tokens()
-    _, codes = run_and_get_code(lambda: torch.compile(layer, mode="reduce-overhead")(x).sum().backward())
+    with pytest.raises(Exception, match="graph_partition"):
+        torch.compile(layer, mode="reduce-overhead")(x)
+    whole = {"triton.cudagraphs": True, "graph_partition": False}
+    _, codes = run_and_get_code(lambda: torch.compile(layer, options=whole)(x).sum().backward())
     assert len(codes) == 2
     assert not [code for code in codes if "partition_1" in code]
 

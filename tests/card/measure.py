@@ -18,7 +18,7 @@ import card
 import torch
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer
-from fem.ops.conditioner import read
+from fem.ops.conditioner import conditioned as read
 
 ROOT = Path(__file__).parents[2]
 RECORD, PAGE, TABLE = ROOT / "research" / "results" / "card.json", ROOT / "docs" / "card.md", "## The table\n"

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.ops.softmax.fused import doubt, kernels
+from fem.ops.softmax.fused import doubt_kernels as doubt
+from fem.ops.softmax.fused import elementwise_kernels as kernels
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 torch.set_num_threads(1)

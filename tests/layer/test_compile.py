@@ -3,6 +3,8 @@
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -55,15 +57,24 @@ def run(backend, families):
     assert done.stdout.count("whole:") == len(families)
 
 
-def test_what_waits_leaves_no_cuda_graphs_of_parts(monkeypatch):
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_waits_is_refused_where_cuda_graphs_are_made_of_parts(waits):
+    """Inductor loses data there; the settings of the process stay as they were."""
     from torch._inductor import config
+    from torch._subclasses import FakeTensorMode
 
-    monkeypatch.setattr(config, "graph_partition", True)
-    for waits in (False, True):
-        copied = operator(f"copied_{waits}(Tensor x) -> Tensor", waits=waits)(lambda x: x.clone())
-        copied.register_fake(torch.empty_like)
-        torch.compile(lambda x, copied=copied: copied(x), backend="eager")(torch.ones(2))
-        assert config.graph_partition is not waits
+    copied = operator(f"copied_{waits}(Tensor x) -> Tensor", waits=waits)(lambda x: x.clone())
+    copied.register_fake(torch.empty_like)
+    before = config.save_config_portable()
+    with FakeTensorMode():
+        on_card = torch.empty(2, device="cuda")
+        for graphs, parts, device in product((False, True), (False, True), ("cuda", "cpu")):
+            refused = waits and graphs and parts and device == "cuda"
+            with config.patch({"triton.cudagraphs": graphs, "graph_partition": parts}):
+                expected = pytest.raises(RuntimeError, match="graph_partition") if refused else nullcontext()
+                with expected:
+                    copied(on_card if device == "cuda" else torch.empty(2))
+    assert config.save_config_portable() == before
 
 
 def test_a_compiled_graph_is_not_an_exported_one():

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from fem.functional import channel_scan_read, decay_scan, keyed_scan_read, ssm_read
-from fem.ops.channel_scan import read as of_channels
+from fem.ops.channel_scan import channel_scan_read as of_channels
 from fem.ops.common import backend, recurrence
-from fem.ops.decay_scan import read as of_sums
-from fem.ops.linear_attention import read as of_keys
-from fem.ops.ssm import read as of_ssm
+from fem.ops.decay_scan import decaying_sum as of_sums
+from fem.ops.linear_attention import linear_attention_read as of_keys
+from fem.ops.ssm import ssm_read as of_ssm
 
 B, H, K, V, F = 2, 2, 3, 4, 3
 
@@ -28,7 +28,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(of_keys, "by_fla", fla_reference.gla)
     for module in (recurrence, of_sums):
         monkeypatch.setattr(module, "by_hgrn", fla_reference.hgrn)
-    monkeypatch.setattr(of_ssm, "kernel", fla_reference.selective_scan)
+    monkeypatch.setattr(of_ssm, "mamba_kernel", fla_reference.selective_scan)
 
 
 def keyed(time, dtype, decay):
@@ -114,8 +114,8 @@ def test_free_energies_alone_are_read_by_a_kernel(monkeypatch, draw, decay, widt
     monkeypatch.setitem(globals(), "V", width)
     read, inputs = draw(33, torch.float32, decay)
     inputs["free_values"], inputs["v"] = inputs["v"], inputs["v"][..., :0]
-    for module in (of_channels, of_ssm):
-        monkeypatch.setattr(module, "by_prefixes", None)
+    monkeypatch.setattr(of_channels.CHANNEL_SCAN, "exact", None)
+    monkeypatch.setattr(of_ssm.SSM_SCAN, "exact", None)
     by_kernels = of_keys._by_kernels
 
     def proven(*inputs):
@@ -161,8 +161,8 @@ import fla_reference, os, torch
 os.environ["TRITON_INTERPRET"] = "1"
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.ops.common import backend, recurrence
-from fem.ops.linear_attention import read as of_keys
-from fem.ops.ssm import read as of_ssm
+from fem.ops.linear_attention import linear_attention_read as of_keys
+from fem.ops.ssm import ssm_read as of_ssm
 torch.set_num_threads(1)
 backend._FOUND = {"fla": True, "mamba_ssm": True, "triton": True}
 of_keys.by_fla, recurrence.by_hgrn, of_ssm.kernel = fla_reference.gla, fla_reference.hgrn, fla_reference.selective_scan

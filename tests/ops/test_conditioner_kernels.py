@@ -14,9 +14,9 @@ from torch import nn
 
 from fem.config import CONDITIONERS
 from fem.ops.common.tokens import Tokens
-from fem.ops.conditioner.fused import fits
-from fem.ops.conditioner.naive import naive_conditioner
-from fem.ops.conditioner.plain import Form, plain
+from fem.ops.conditioner.fused_conditioner import fits
+from fem.ops.conditioner.naive_conditioner import naive_conditioner
+from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 
 SUPPORT = Path(__file__).parents[1] / "support"
 # batch, time, width, and what else is said of a case
@@ -101,7 +101,7 @@ def test_the_plain_form_is_the_definition(form):
     keep, start = torch.rand(2, 23) > 0.3, torch.rand(2, 23) > 0.8
     norm = nn.LayerNorm(5).double()
     nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
-    found = plain(projected, Tokens(keep, start & keep, None, None), hidden, norm, Form.named(form, 5))
+    found = plain_condition(projected, Tokens(keep, start & keep, None, None), hidden, norm, ConvForm.named(form, 5))
     wanted = naive_conditioner(projected, norm.weight, norm.bias, keep, start & keep, hidden, form=form)
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fem.functional import channel_scan_read, keyed_scan_read, ssm_read
-from fem.ops.channel_scan.naive import naive_channel_scan_read
-from fem.ops.linear_attention.naive import naive_linear_attention_read
-from fem.ops.ssm.naive import naive_ssm_read
+from fem.ops.channel_scan.naive_channel_scan import naive_channel_scan_read
+from fem.ops.linear_attention.naive_linear_attention import naive_linear_attention_read
+from fem.ops.ssm.naive_ssm import naive_ssm_read
 
 B, T, H, N = 2, 19, 2, 3
 MASK = torch.tensor([[1] * T, [0, 0, 1, 1, 0] + [1] * (T - 5)])

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from fem import FreeEnergyMixerConfig
 from fem.conditioner import TimeDecayConditioner
 from fem.ops.common.tokens import Tokens, read_tokens
-from fem.ops.conditioner import fused
-from fem.ops.conditioner.naive import naive_conditioner
-from fem.ops.conditioner.plain import Form, plain
+from fem.ops.conditioner import fused_conditioner as fused
+from fem.ops.conditioner.naive_conditioner import naive_conditioner
+from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 
 NAMES = ("h", "last", "f", "u", "a", "weight", "bias", "hidden")
 SIZES = {name: getattr(fused, name) for name in ("NUMBERS", "MOST")}
@@ -44,17 +44,17 @@ def errors(batch: int, time: int, width: int, said: dict) -> dict[str, tuple[flo
     wide = torch.randn(batch, time, width + 3).to(out)
     grads = wide[..., 3:] if "strided" in said else wide[..., 3:].contiguous(), torch.randn(batch, width)
     tokens, name = Tokens(keep, start, None, None), said.get("form", "scaled")
-    multiplied = Form.named(name, width)
+    multiplied = ConvForm.named(name, width)
 
     def by_kernels(projected, weight, bias, hidden):
         norm = nn.LayerNorm(width)
         norm.weight, norm.bias = weight, bias
         assert fused.fits("triton", norm, projected, hidden)
-        return fused.fused(projected, tokens, hidden, norm, out, multiplied)
+        return fused.fused_condition(projected, tokens, hidden, norm, out, multiplied)
 
     def by_torch(projected, weight, bias, hidden):
         norm = partial(F.layer_norm, normalized_shape=(width,), weight=weight.to(dtype), bias=bias.to(dtype))
-        h, last = plain(projected, tokens, hidden, norm, multiplied)
+        h, last = plain_condition(projected, tokens, hidden, norm, multiplied)
         return h.to(out), last
 
     def by_definition(projected, weight, bias, hidden):

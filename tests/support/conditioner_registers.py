@@ -6,16 +6,17 @@ import sys
 import torch
 from ahead_of_time import compiled
 
-from fem.ops.conditioner import fused, kernels
+from fem.ops.conditioner import conditioner_kernels as kernels
+from fem.ops.conditioner import fused_conditioner as fused
 
 SIXTEEN = ("projected", "weight", "bias", "out", "grad", "d_projected")
 WIDE = ("hidden", "summaries", "last", "starts", "d_state", "d_last", "d_hidden", "parts")
 TYPES = dict.fromkeys(SIXTEEN, "*bf16") | dict.fromkeys(WIDE, "*fp32") | {"keep": "*i1", "start": "*i1", "eps": "fp32"}
-NAMES = ("_sum_chunks", "_condition", "_condition_backward", "_scan_backward")
+NAMES = ("sum_chunks_kernel", "condition_kernel", "condition_backward_kernel", "state_backward_kernel")
 
 
 def kernels_of(width: int) -> dict[str, dict[str, int]]:
-    sizes = fused.Sizes(torch.empty(2, 2048, 3 * width, device="meta"))
+    sizes = fused.ChunkSizes(torch.empty(2, 2048, 3 * width, device="meta"))
     constants = {"root": width**0.5, **sizes.shape, **sizes.ends}
     return {name: compiled(getattr(kernels, name), TYPES, constants, fused.WARPS) for name in NAMES}
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fem import fused_layer
-from fem.ops.softmax.fused import attention
+from fem.ops.softmax.fused import fused_attention as attention
 
 
 def scores(q, k, scale, causal):
@@ -38,8 +38,8 @@ def attend_backward(grad, q, k, values, out, lse, scale, causal, kernel):
 
 def install(monkeypatch, dtype=torch.float32):
     """Take the fused form for layers of this dtype on a CPU."""
-    monkeypatch.setattr(attention, "attend", attend)
-    monkeypatch.setattr(attention, "attend_backward", attend_backward)
+    monkeypatch.setattr(attention, "kernel_attention", attend)
+    monkeypatch.setattr(attention, "kernel_attention_backward", attend_backward)
     monkeypatch.setattr(fused_layer, "available", lambda x: True)
     monkeypatch.setattr(fused_layer, "DTYPE", dtype)
     monkeypatch.setattr(fused_layer, "_kernel", lambda *sizes: "cudnn")

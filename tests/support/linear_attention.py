@@ -2,7 +2,7 @@
 
 import torch
 
-from fem.ops.linear_attention.naive import naive_linear_attention_read
+from fem.ops.linear_attention.naive_linear_attention import naive_linear_attention_read
 
 
 def draw(decay, time=67, batch=2, heads=2, dk=3, dv=4, span=2.0, rate=0.1, spike=None, beta=True):

@@ -37,14 +37,16 @@ CASES = {
 
 
 def draw(
-    time=37, heads=2, mean=7, free=7, shared=True, masked=False, biased=False, scale_of_values=1.0, spike=0.0, beta=None,
-    scale_of_keys=1.0, transposed=False, dtype=torch.float32,
+    time=37, heads=2, mean=7, free=7, shared=True, masked=False, biased=False, scale_of_values=1.0, spike=0.0,
+    beta=None, scale_of_keys=1.0, transposed=False, dtype=torch.float32,
 ):  # fmt: skip
     torch.manual_seed(0)
     rows, kv_heads, width = 2, 2, 10
-    lie = lambda d: (
-        torch.randn(rows, time, kv_heads, d).transpose(1, 2) if transposed else torch.randn(rows, kv_heads, time, d)
-    )  # noqa: E501, E731
+
+    def lie(d: int) -> torch.Tensor:
+        shape = (rows, time, kv_heads, d) if transposed else (rows, kv_heads, time, d)
+        return torch.randn(shape).transpose(1, 2) if transposed else torch.randn(shape)
+
     q, k, v = torch.randn(rows, heads, width), scale_of_keys * lie(width), 3.0 + scale_of_values * lie(mean)
     v[:, :, time // 3] += spike
     f = v if shared else scale_of_values * lie(free)

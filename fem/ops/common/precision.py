@@ -26,7 +26,7 @@ def upcast(x: Tensor) -> Tensor:
 # still this large has lost less than its own rounding.
 LEAST_PROVEN = {torch.float32: math.exp(-60.0), torch.float64: math.exp(-600.0)}
 
-# Beyond one of these, `needs_float64`: beta, beta (max v - min v), beta |v| and a finite log-weight's size.
+# Beyond one of these float32 is not enough: beta, beta (max v - min v), beta |v| and a log-weight's size.
 # Below a span of 2 the gradient of an SSM's A erred by 6.5 times what the fuzz allows (80 calls), above it by 1.7.
 SMALLEST_BETA, SMALLEST_SPAN, LARGEST_EXPONENT, LARGEST_LOG_WEIGHT = 0.1, 2.0, 64.0, 16.0
 
@@ -45,20 +45,17 @@ def double(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.double() for x in tensors]
 
 
-def needs_float64(v: Tensor, beta: Tensor | None, *log_weights: Tensor) -> bool:
+def needs_float64(v: Tensor, beta: Tensor) -> bool:
     """Whether intermediate results in float32 would cost the free energy or its gradients digits that float32 has.
 
     F is a logarithm divided by beta, so a small beta magnifies its rounding. Gradients are differences of terms beta F,
-    so values that hardly differ, or a large beta v, magnify theirs. And beta v is added to a log-weight: the larger
-    that is, the coarser the sum is rounded. Reads a value back from the device.
+    so values that hardly differ, or a large beta v, magnify theirs. Reads a value back from the device.
     """
-    if beta is None or v.dtype != torch.float32 or v.device.type == "mps" or v.numel() == 0:
+    if v.dtype != torch.float32 or v.device.type == "mps" or v.numel() == 0:
         return False
     low, high = v.aminmax()
     least, most = beta.aminmax()
-    if bool(_narrow(low, high, least) | (torch.maximum(-low, high) * most > LARGEST_EXPONENT)):
-        return True
-    return any(bool(largest_finite(x) > LARGEST_LOG_WEIGHT) for x in log_weights)
+    return bool(_narrow(low, high, least) | (torch.maximum(-low, high) * most > LARGEST_EXPONENT))
 
 
 def nearly_equal(v: Tensor, beta: Tensor) -> bool:
@@ -71,14 +68,3 @@ def nearly_equal(v: Tensor, beta: Tensor) -> bool:
 
 def _narrow(low: Tensor, high: Tensor, least: Tensor) -> Tensor:
     return (least < SMALLEST_BETA) | ((high - low) * least < SMALLEST_SPAN)
-
-
-def _largest(x: Tensor) -> Tensor:
-    low, high = x.aminmax()
-    return torch.maximum(-low, high)
-
-
-def largest_finite(x: Tensor) -> Tensor:
-    """The largest size of a finite entry."""
-    largest = _largest(x)
-    return largest if bool(largest < torch.inf) else _largest(torch.where(x.abs() < torch.inf, x, 0))

@@ -36,7 +36,19 @@ class Terms(NamedTuple):
 
     log_weight: Tensor
     mean: Tensor
-    free_energy: Tensor | None = None
+    free_energy: Tensor
+
+
+def read_free(v: Tensor, free_values: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The values whose free energy is read, and their temperatures: of no channel without a beta."""
+    if beta is None:
+        return v[..., :0], v.new_ones(v.shape[2], 0)
+    return v if free_values is None else free_values, beta
+
+
+def rounded(read: Read, dtype: torch.dtype, beta: Tensor | None) -> Read:
+    """The read in a dtype; it has no free energy without a beta."""
+    return Read(read.mean.to(dtype), None if beta is None else read.free_energy.to(dtype))
 
 
 def connected_zeros(like: Tensor, shape: tuple[int, ...], *inputs: Tensor | None) -> Tensor:
@@ -49,7 +61,7 @@ def beside(x: Tensor, y: Tensor) -> Tensor:
     return x[..., : y.shape[-1]]
 
 
-def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
+def merge(one: Terms, other: Terms, beta: Tensor) -> Terms:
     """The read over two disjoint supports together.
 
     share = w_2 / (w_1 + w_2)        mean = (1 - share) mean_1 + share mean_2
@@ -59,8 +71,6 @@ def merge(one: Terms, other: Terms, beta: Tensor | None) -> Terms:
     weight = log_add(one.log_weight, other.log_weight)
     base, rest, logit = _heavier_first(beside(gain, one.mean), one.mean, other.mean)
     mean = base + torch.sigmoid(logit) * (rest - base)
-    if beta is None:
-        return Terms(weight, mean, None)
     gain = beside(gain, one.free_energy)
     return Terms(weight, mean, merge_energies(gain, one.free_energy, other.free_energy, beta))
 
@@ -124,23 +134,22 @@ def log_average(log_p: Tensor, y: Tensor, dim: int) -> Tensor:
     return top + torch.where(is_near, near, far)
 
 
-def read_of(terms: Terms, beta: Tensor | None, normalize: bool, dtype: torch.dtype) -> Read:
+def read_of(terms: Terms, beta: Tensor, normalize: bool) -> Read:
     """Mean and free energy of terms; without normalize the sums instead: sum s v and (1/beta) log sum s e^{beta v}."""
     log_weight, mean, free_energy = terms
     if not normalize:
         mean = mean * beside(log_weight, mean).exp()
-        if beta is not None:
-            free_energy = free_energy + beside(log_weight.where(log_weight > NO_WEIGHT, 0), beta) / beta
-    return Read(mean.to(dtype), None if beta is None else free_energy.to(dtype))
+        free_energy = free_energy + beside(log_weight.where(log_weight > NO_WEIGHT, 0), beta) / beta
+    return Read(mean, free_energy)
 
 
-def mix_channels(mixing: Tensor, terms: Terms, beta: Tensor | None) -> Terms:
+def mix_channels(mixing: Tensor, terms: Terms, beta: Tensor) -> Terms:
     """The read over pairs (i, k) of token and channel, weighted M_jk w_k(i), from the reads of the channels.
 
     w_j = sum_k M_jk w_k        mean_j = sum_k M_jk w_k mean_k / w_j
     F_j = (1 / beta) log sum_k M_jk w_k e^{beta F_k} / w_j                                       (Section 2.3.3 iv)
 
-    mixing (H, d_v, d_v) > 0; terms (B, T, H, d_v); beta (H, 1) or (H, d_v), equal within a head.
+    mixing (H, d_v, d_v) > 0; terms (B, T, H, d_v); beta (H, d_v), equal within a head, or (H, 0) for the mean only.
     """
     over_channels = lambda x: torch.einsum("hjk,bthk->bthj", mixing, x)  # noqa: E731
     log_weight = terms.log_weight.clamp_min(LOG_ZERO)
@@ -149,8 +158,8 @@ def mix_channels(mixing: Tensor, terms: Terms, beta: Tensor | None) -> Terms:
     total = over_channels(weight)
     mean = over_channels(weight * terms.mean) / total
     log_total = torch.where(peak > NO_WEIGHT, total.log() + peak, -torch.inf)
-    if beta is None:
-        return Terms(log_total, mean, None)
+    if not beta.shape[-1]:
+        return Terms(log_total, mean, terms.free_energy)
     lift = beta * terms.free_energy
     top = lift.detach().amax(-1, keepdim=True)
     z = lift - top

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 16
+BLOCK_TOKENS = 16
 WIDE, MOST_BLOCKS = 2**11, 16  # so many columns fill a loop over few tokens as they are
 
 
@@ -35,6 +35,8 @@ def by_hgrn(log_decay: Tensor, u: Tensor, state: Tensor) -> Tensor:
 
 
 class _Recurrence(torch.autograd.Function):
+    """h, whose gradient is the same recurrence from the last token to the first."""
+
     @staticmethod
     def forward(ctx, log_decay, u, state):
         h = running_sums(log_decay, u, state)
@@ -62,13 +64,14 @@ def running_sums(log_decay: Tensor | None, u: Tensor, state: Tensor, backwards: 
 
 
 def _scan(log_decay: Tensor | None, u: Tensor, out: Tensor, state: Tensor, backwards: bool) -> Tensor:
+    """h into `out`: short sequences in one loop, long ones block by block, which advance together."""
     factor = None if log_decay is None else log_decay.exp()
-    blocks, rest = divmod(u.shape[1], BLOCK)
+    blocks, rest = divmod(u.shape[1], BLOCK_TOKENS)
     if blocks < 2 or (blocks <= MOST_BLOCKS and state.numel() >= WIDE):
         return _run(factor, u, out, state, backwards)
-    edge = rest if backwards else blocks * BLOCK  # the rest that fills no block comes last in the scan's order
+    edge = rest if backwards else blocks * BLOCK_TOKENS  # the rest that fills no block comes last in the scan's order
     body, beyond = (slice(edge, None), slice(edge)) if backwards else (slice(edge), slice(edge, None))
-    blocked = lambda x: None if x is None else x[:, body].unflatten(1, (blocks, BLOCK)).movedim(2, 1)  # noqa: E731
+    blocked = lambda x: None if x is None else x[:, body].unflatten(1, (blocks, BLOCK_TOKENS)).movedim(2, 1)  # noqa: E731
     inside = [blocked(x) for x in (factor, u, out)]
     added = _fold(*inside[:2], backwards)
     through = None if log_decay is None else blocked(log_decay).sum(1)
@@ -101,8 +104,8 @@ def _step(factor: Tensor | None, h: Tensor, u: Tensor, out: Tensor) -> None:
 
 
 def _in_order(backwards: bool, factor: Tensor | None, *tensors: Tensor):
-    of_time = [x.unbind(1) for x in tensors]
-    steps = list(zip([None] * len(of_time[0]) if factor is None else factor.unbind(1), *of_time))
+    by_time = [x.unbind(1) for x in tensors]
+    steps = list(zip([None] * len(by_time[0]) if factor is None else factor.unbind(1), *by_time))
     return iter(steps[::-1] if backwards else steps)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fem.ops.common.precision import upcast
-from fem.ops.common.read import Read, Terms, merge, read_of
+from fem.ops.common.read import LOG_ZERO, Read, Terms, merge, read_of, rounded
 from fem.ops.common.tokens import Tokens
 
 State = dict[str, Tensor]
@@ -28,38 +28,38 @@ class ScanCall(NamedTuple):
     backend: str = "auto"
 
     def both_ways(
-        self, one_way: Callable[..., tuple[Terms, State | None]], inputs: Sequence[Tensor | None], beta: Tensor | None
+        self, one_way: Callable[..., tuple[Terms, State | None]], inputs: Sequence[Tensor | None], beta: Tensor
     ) -> tuple[Terms, State | None]:
         """The read of all tokens that a row may see, and the state after the last.
 
         one_way(*inputs, beta, tokens, state, present): the same of the tokens up to each, or before each unless
         `present`. Inputs are (B, T, ...), and so are the terms. beta is read between LEAST_BETA and MOST_BETA.
         """
-        beta = None if beta is None else upcast(beta).clamp(LEAST_BETA, MOST_BETA)
+        beta = upcast(beta).clamp(LEAST_BETA, MOST_BETA)
         past, state = one_way(*inputs, beta, self.tokens, self.initial_state, True)
         if self.causal:
             return past, state
         flip = lambda x: None if x is None else x.flip(1)  # noqa: E731
         tokens = None if self.tokens is None else self.tokens.reversed()
         future, _ = one_way(*map(flip, inputs), beta, tokens, None, False)
-        return merge(past, Terms(*map(flip, future)), None if beta is None else beta.to(past.mean.dtype)), state
+        return merge(past, Terms(*map(flip, future)), beta.to(past.mean.dtype)), state
 
     def result(
-        self, terms: Terms, state: State | None, beta: Tensor | None, dtype: torch.dtype
+        self, terms: Terms, state: State, rate: Tensor, dtype: torch.dtype, beta: Tensor | None
     ) -> Read | tuple[Read, State]:
         """What the scan returns: a read, and with `return_state` the state; no free energy without a beta."""
-        if beta is None:
-            terms = terms._replace(free_energy=None)
-            state = state and {name: x for name, x in state.items() if name != "free_energy"}
-        read = read_of(terms, beta, self.normalize, dtype)
-        return (read, state) if self.return_state else read
+        read = rounded(read_of(terms, rate, self.normalize), dtype, beta)
+        if not self.return_state:
+            return read
+        return read, {name: x for name, x in state.items() if beta is not None or name != "free_energy"}
 
 
-def read_free(v: Tensor, free_values: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The values whose free energy is read, and their temperatures: of no channel without a beta."""
-    if beta is None:
-        return v[..., :0], v.new_ones(v.shape[2], 0)
-    return v if free_values is None else free_values, beta
+def memory_before(state: State | None, like: Tensor, *shapes: tuple[int, ...]) -> Terms:
+    """What cells of these shapes have kept, as a read: that of a state, or of no token."""
+    if state is None:
+        return Terms(like.new_full(shapes[0], LOG_ZERO), *(like.new_zeros(shape) for shape in shapes[1:]))
+    kept = [state.get(name) for name in Terms._fields]
+    return Terms(*(like.new_zeros(shape) if x is None else x.reshape(shape) for x, shape in zip(kept, shapes)))
 
 
 def split_channels(x: Tensor | None, widths: tuple[int, int], dim: int = -1) -> tuple[Tensor | None, ...]:

@@ -11,26 +11,37 @@ import torch
 from torch import Tensor
 
 from fem.ops.common.fallback_count import fallbacks
-from fem.ops.common.opaque import recorded
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import double, nearly_equal, needs_float64, without_autocast
-from fem.ops.common.read import Terms
-from fem.ops.common.transforms import again_differentiable
+from fem.ops.common.read import Terms, connected_zeros
+from fem.ops.common.recorded import recorded
+from fem.ops.common.steps import along_time, portable
+from fem.ops.common.transforms import again_differentiable, differentiated, transformed
 
 
 class SlabScan:
     """A scan of inputs along time, (B, T, ..), of which v and f come last, and of shared ones, of which beta does.
 
     slab(memory, kernels, *inputs): what a slab reads, the memory after it, and how many of its entries were computed
-    again; kernels: not 0 where kernels read the whole call, None where what they read is in doubt. steps(memory,
-    *inputs): the first two, by operations that PyTorch can differentiate any number of times. size(*inputs): tokens of
-    a slab. rough(*inputs): whether other inputs than the values ask for float64.
+    again, or None where that is in doubt; kernels: not 0 where kernels read the whole call. size(*inputs): tokens of a
+    slab. rough(*inputs): whether other inputs than the values ask for float64.
+    step(memory, *inputs): what one token reads, (B, 1, ..), and the memory after it, by operations that PyTorch can
+    export and differentiate any number of times. exact: the same of any number of tokens; None: one step after another.
     """
 
     def __init__(
-        self, name: str, along: Sequence[str], shared: Sequence[str], slab: Callable, steps: Callable, size, rough
+        self,
+        name: str,
+        along: Sequence[str],
+        shared: Sequence[str],
+        slab: Callable,
+        step: Callable,
+        size: Callable,
+        rough: Callable = lambda *inputs: False,
+        exact: Callable | None = None,
     ):
-        self.time, self.slab, self.steps, self.size, self.rough = len(along), slab, steps, size, rough
+        self.time, self.slab, self.step, self.size, self.rough = len(along), slab, step, size, rough
+        self.exact = exact or self.by_steps
         self.count = len(along) + len(shared)
         inputs = ", ".join(f"Tensor? {x}" for x in (*along, *shared))
         memory = ", ".join(f"Tensor {x}" for x in Terms._fields)
@@ -43,8 +54,30 @@ class SlabScan:
 
     def __call__(self, memory: Terms, kernels: int, *inputs: Tensor | None) -> tuple[Terms, Terms]:
         """What every token reads, and the memory after the last."""
+        v = inputs[self.time - 2]
+        if 0 in v.shape[:2]:
+            shapes = (x.shape for x in self._empty_reads(inputs, memory))
+            return Terms(*(connected_zeros(v, shape, *inputs, *memory) for shape in shapes)), memory
+        with without_autocast(v.device):
+            if portable():
+                return self.by_steps(memory, *inputs)
+            if v.shape[1] == 1 and not kernels and not differentiated(*inputs, *memory):
+                return self.step(memory, *inputs)
+            if transformed(*inputs, *memory):
+                return self.exact(memory, *inputs)
         out = self.forward(*inputs, *memory, kernels)
         return Terms(*out[:3]), Terms(*out[3:6])
+
+    def by_steps(self, memory: Terms, *inputs: Tensor | None) -> tuple[Terms, Terms]:
+        """The scan, one token after another."""
+        shared = inputs[self.time :]
+
+        def token(before: list[Tensor], *tokens: Tensor | None):
+            read, after = self.step(Terms(*before), *tokens, *shared)
+            return list(after), list(read)
+
+        last, rows = along_time(token, list(memory), *inputs[: self.time])
+        return Terms(*rows), Terms(*last)
 
     def _slabs(self, inputs: Sequence[Tensor | None], kernels: int) -> list[slice]:
         time = inputs[self.time - 1].shape[1]
@@ -62,22 +95,25 @@ class SlabScan:
         return needs_float64(f, beta) or self.rough(*inputs)
 
     def _read(self, memory: Terms, kernels: int, inputs: Sequence[Tensor | None]) -> tuple[Terms, Terms, int]:
-        """`slab`; a call that float32 or kernels cannot read is cut into slabs of its own."""
+        """`slab`, or `exact` where that is in doubt; a call that kernels cannot read is cut into slabs of its own."""
         near = bool(kernels) and nearly_equal(inputs[self.time - 1], inputs[-1])
         if not near and (found := self.slab(memory, kernels, *inputs)) is not None:
             return found
+        if not kernels:
+            return *self.exact(memory, *inputs), inputs[self.time - 1].numel()
         dtype, pieces = memory.mean.dtype, self._slabs(inputs, 0)
         if self._in_float64(inputs):
             inputs, memory = _doubled(inputs), Terms(*double(*memory))
         reads, again = [], 0
         for piece in pieces:
-            read, memory, more = self.slab(memory, 0, *self._cut(inputs, piece))
+            read, memory, more = self._read(memory, 0, self._cut(inputs, piece))
             reads.append(read)
             again += more
         read = Terms(*(torch.cat(parts, 1).to(dtype) for parts in zip(*reads)))
         return read, Terms(*(x.to(dtype) for x in memory)), again
 
     def _forward(self, *arguments):
+        """The reads of all tokens, the memory after the last, and the memory at every border between slabs."""
         inputs, memory, kernels = arguments[: self.count], Terms(*arguments[self.count : -1]), arguments[-1]
         dtype, again, reads, borders = memory.mean.dtype, 0, [], [memory]
         with torch.no_grad(), without_autocast(memory.mean.device):
@@ -94,16 +130,20 @@ class SlabScan:
         borders = [torch.stack([x.to(dtype) for x in parts]) for parts in zip(*borders)]
         return [*out, *(x[-1].clone() for x in borders), *borders]
 
+    def _empty_reads(self, inputs: Sequence[Tensor | None], memory: Terms) -> list[Tensor]:
+        v, f = inputs[self.time - 2 : self.time]
+        widths = memory.log_weight.shape[-1], v.shape[-1], f.shape[-1]
+        return [v.new_empty(*v.shape[:-1], width) for width in widths]
+
     def _empty(self, *arguments):
         inputs, memory, kernels = arguments[: self.count], Terms(*arguments[self.count : -1]), arguments[-1]
-        v, f = inputs[self.time - 2 : self.time]
-        size = self.size(*inputs)
-        count = 2 if kernels else (v.shape[1] + size - 1) // size + 1
-        log_weight = v.new_empty(*v.shape[:-1], memory.log_weight.shape[-1])
-        reads = [log_weight, v.new_empty(v.shape), f.new_empty(f.shape)]
-        return [*reads, *(x.new_empty(x.shape) for x in memory), *(x.new_empty(count, *x.shape) for x in memory)]
+        time, size = inputs[self.time - 1].shape[1], self.size(*inputs)
+        count = 2 if kernels else (time + size - 1) // size + 1
+        borders = [x.new_empty(count, *x.shape) for x in memory]
+        return [*self._empty_reads(inputs, memory), *(x.new_empty(x.shape) for x in memory), *borders]
 
     def _backward(self, grads, wanted, *arguments):
+        """Gradients of the memory and of the inputs: each slab is read again from its border, the last one first."""
         inputs, borders, kernels = arguments[: self.count], Terms(*arguments[self.count : -1]), arguments[-1]
         dtype, d_reads, d_memory = borders.mean.dtype, grads[:3], grads[3:]
         if not kernels and self._in_float64(inputs):
@@ -147,14 +187,14 @@ class SlabScan:
             return *again_differentiable(self._again, [*inputs, *memory], grads[:6]), None
         wanted = list(ctx.needs_input_grad[: self.count])
         found = self.backward(list(grads[:6]), wanted, *inputs, *borders, ctx.kernels)
-        of_inputs = iter(found[3:])
-        d_inputs = [next(of_inputs) if x is not None and w else None for x, w in zip(inputs, wanted)]
+        remaining = iter(found[3:])
+        d_inputs = [next(remaining) if x is not None and w else None for x, w in zip(inputs, wanted)]
         return *d_inputs, *found[:3], None
 
     def _again(self, *tensors):
-        """The results by steps in float64, whose second derivatives need digits that float32 has not."""
+        """The exact results in float64, whose second derivatives need digits that float32 has not."""
         tensors = _doubled(tensors)
-        read, memory = self.steps(Terms(*tensors[self.count :]), *tensors[: self.count])
+        read, memory = self.exact(Terms(*tensors[self.count :]), *tensors[: self.count])
         return [*read, *memory]
 
 

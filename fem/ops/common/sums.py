@@ -35,8 +35,8 @@ class Shift(NamedTuple):
 class Sums(NamedTuple):
     """sum_i w_i v_i, sum_i w_i e_i and sum_i w_i."""
 
-    of_v: Tensor
-    of_e: Tensor
+    value: Tensor
+    energy: Tensor
     weight: Tensor
 
     @classmethod
@@ -73,30 +73,31 @@ def leaving(
 
     floor: about how much a row of items of weight 1 would weigh. Waits for the device.
     """
-    of_v, of_e, weight = sums
-    doubt = _unproven(of_e, weight, floor, LEAST_PROVEN[weight.dtype])
+    value, energy, weight = sums
+    doubt = _unproven(energy, weight, floor, LEAST_PROVEN[weight.dtype])
     if doubt is not None:
-        weight, of_v = torch.where(doubt, 1, weight), torch.where(beside(doubt, of_v), 0, of_v)
-        of_e = torch.where(beside(doubt, of_e), 1, of_e)
+        weight, value = torch.where(doubt, 1, weight), torch.where(beside(doubt, value), 0, value)
+        energy = torch.where(beside(doubt, energy), 1, energy)
     log_weight = weight.log() + shift.weight
-    free_energy = shift.value + (of_e / beside(weight, of_e)).log() / beta
+    free_energy = shift.value + (energy / beside(weight, energy)).log() / beta
     if doubt is not None:
         log_weight = torch.where(doubt, LOG_ZERO, log_weight)
         free_energy = torch.where(beside(doubt, free_energy), 0, free_energy)
-    return Terms(log_weight, of_v / beside(weight, of_v), free_energy), doubt
+    return Terms(log_weight, value / beside(weight, value), free_energy), doubt
 
 
 @torch.no_grad()
-def _unproven(of_e: Tensor, weight: Tensor, floor: Tensor | float, least: float) -> Tensor | None:
+def _unproven(energy: Tensor, weight: Tensor, floor: Tensor | float, least: float) -> Tensor | None:
+    """Which weights or energies are so small, or so large, that digits may be lost; None: none is."""
     if weight.numel() == 0:
         return None
     lightest, heaviest = weight.aminmax()
-    lowest = torch.minimum(of_e.amin(), lightest) if of_e.numel() else lightest
+    lowest = torch.minimum(energy.amin(), lightest) if energy.numel() else lightest
     most = torch.maximum(heaviest, floor.amax() if isinstance(floor, Tensor) else heaviest.new_tensor(floor))
     if bool((lowest >= least * most.clamp_min(1)) & (heaviest < torch.inf)):
         return None
     doubt = ~((weight > 0) & (weight >= least * floor) & (weight < torch.inf))
-    if of_e.numel():
-        lowest = of_e.amin(-1, keepdim=True) if weight.shape[-1] == 1 else of_e
+    if energy.numel():
+        lowest = energy.amin(-1, keepdim=True) if weight.shape[-1] == 1 else energy
         doubt |= ~(lowest >= least * torch.maximum(weight, torch.as_tensor(floor)))
     return doubt if bool(doubt.any()) else None

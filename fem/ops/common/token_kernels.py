@@ -15,16 +15,9 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from fem.ops.common.launch import on
+from fem.ops.common.triton_math import softplus
 
 NUMBERS = 1024  # of a program, 8 for each of 128 threads
-
-
-@triton.jit
-def softplus(a):
-    """log(1 + e^a), of small e^-|a| by a series."""
-    z = tl.exp(-tl.abs(a))
-    near = z * (1.0 - z * (0.5 - z * (1 / 3 - z * 0.25)))
-    return tl.maximum(a, 0.0) + tl.where(z < 0.01, near, tl.log(1.0 + z))
 
 
 @triton.jit

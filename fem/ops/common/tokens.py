@@ -118,6 +118,7 @@ def _all_of_one_document(time: int, before: CachePosition, continues: bool) -> t
 
 
 def _check_marks(name: str, marks: Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
+    """Raise unless a mask or ids are a dense tensor of that shape and device."""
     if marks is None:
         return
     if not isinstance(marks, Tensor):
@@ -132,6 +133,7 @@ def _check_marks(name: str, marks: Tensor | None, shape: tuple[int, int], device
 
 
 def _as_bool(mask: Tensor, name: str) -> Tensor:
+    """A mask of 0 and 1 as booleans. Raises on floats and, where it may look, on other numbers."""
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(
             f"{name} must be bool or integers 0/1 with 1 = keep, got dtype {mask.dtype}; a bias that is added to the "
@@ -163,5 +165,7 @@ def _first_of_each_document(keep: Tensor | None, document: Tensor) -> Tensor:
 
 def filled(v: Tensor, keep: Tensor) -> Tensor:
     """Values in which masked tokens have the least of the others, so that no shift rises with them."""
+    if not v.shape[1]:
+        return v
     lowest = torch.where(keep, v.detach(), torch.inf).amin(1, keepdim=True)
     return torch.where(keep, v, torch.where(lowest < torch.inf, lowest, 0))

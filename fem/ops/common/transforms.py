@@ -2,6 +2,9 @@
 
 Our operators have a hand-written first derivative only. Where more is asked, a read takes a form of plain
 differentiable steps instead, which PyTorch can transform in any way, at more time and memory.
+
+Private parts of PyTorch: `_C._functorch.maybe_current_level` and `autograd.forward_ad._current_level`, of 2.11 to 2.13.
+They may go when PyTorch says in public whether a transform runs.
 """
 
 from __future__ import annotations

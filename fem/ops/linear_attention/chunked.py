@@ -91,7 +91,7 @@ def by_fla(
         ends = borders[1:] % time == 0
         inputs = [None if x is None else x.flatten(0, 1).unsqueeze(0) for x in inputs]
         state = torch.where(opens[starts, None, None, None], 0, state[starts // time])
-    run = kernel_of(g, inputs[0].shape[1])
+    run = fla_kernel(g, inputs[0].shape[1])
     out, last = run(*inputs, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=borders)
     if opens is not None:
         out, last = out.view(rows, time, *out.shape[2:]), last[ends]
@@ -111,7 +111,7 @@ def refuses_decay_of_heads(device: torch.device) -> bool:
     return "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"
 
 
-def kernel_of(g: Tensor | None, time: int):
+def fla_kernel(g: Tensor | None, time: int):
     """fla's kernel for such a decay (B, T, H), (B, T, H, d_k) or None, of a single token or of many."""
     if g is not None and g.ndim == 4:
         from fla.ops.gla import chunk_gla, fused_recurrent_gla

@@ -153,6 +153,7 @@ def _parts(q: Tensor, k: Tensor, support: Support) -> Iterator[_Heads]:
 
 
 def _blocks(first: Int[Tensor, " tq"], end: Int[Tensor, " tq"], keys: int, rows: int, dtype) -> Iterator[_Block]:
+    """Queries block by block, each with the keys that any of them sees."""
     lows, highs = first.tolist(), end.tolist()
     index = torch.arange(keys, device=first.device)
     for start in range(0, len(lows), rows):
@@ -168,6 +169,7 @@ def _blocks(first: Int[Tensor, " tq"], end: Int[Tensor, " tq"], keys: int, rows:
 
 
 def _forward_by_blocks(q, k, values, support: Support) -> tuple[Tensor, Tensor]:
+    """p @ values and lse: a block of queries at a time, whose scores become p in place."""
     out, lse = q.new_empty(*q.shape[:3], values.shape[3]), q.new_empty(*q.shape[:3], 1)
     for part in _parts(q, k, support):
         q_here, k_here, values_here = part.take(q).mul(support.scale), part.take(k), part.take(values)

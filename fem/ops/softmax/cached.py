@@ -15,18 +15,18 @@ from torch import Tensor
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast, without_autocast
-from fem.ops.common.read import Read
+from fem.ops.common.read import Read, rounded
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, may_look, transformed
 from fem.ops.softmax.attend import flash
-from fem.ops.softmax.read import mask_of_one, rounded, softmax_read
+from fem.ops.softmax.softmax_read import mask_of_one, softmax_read
 from fem.ops.softmax.support import support
 
 SMALL_BETA = 0.1  # below it e is exp(beta f) - 1, c = 0
 REACH = {torch.float64: 700.0, torch.float32: 80.0, torch.bfloat16: 80.0, torch.float16: 9.5}  # largest |z|, in nats
 _PROVEN, _LEAST = 30.0, 60.0  # nats: e^-60 times a weight of e^-27 is still a normal number of float32
 _LARGEST = math.exp(_PROVEN)
-_NEAR = math.log(4.0)  # nats: while |log(1 + R)| stays below, 1 + R keeps the digits of R
+_NEAR_LOG = math.log(4.0)  # nats: while |log(1 + R)| stays below, 1 + R keeps the digits of R
 
 
 def fixed_packing(beta: Tensor, shift: Tensor) -> Packing:
@@ -143,7 +143,7 @@ def _packed_step(
     if packing.small is None:
         proven = torch.linalg.vector_norm(z, math.inf).item() <= _PROVEN
     else:
-        proven = bool((z.abs() <= torch.where(packing.small, _NEAR, _PROVEN)).all())
+        proven = bool((z.abs() <= torch.where(packing.small, _NEAR_LOG, _PROVEN)).all())
     if not proven:
         return None
     fallbacks.count(z.numel(), 0)

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fem.ops.common.fallback_count import fallbacks
-from fem.ops.common.opaque import opaque
+from fem.ops.common.operator import operator
 from fem.ops.common.read import Read
+from fem.ops.common.recorded import recorded
 from fem.ops.softmax.support import Support, bounds
 
 _NUMBERS = 1 << 22  # in float64 at once, 32 MiB
-_LEAST = 1e-130  # of a sum that has lost no digit; a second derivative divides by its square
+_LEAST_SUM = 1e-130  # of a sum that has lost no digit; a second derivative divides by its square
 
 
 def definition(q, k, v, f, beta: Float[Tensor, "hkv df"], support: Support) -> Read:
@@ -49,20 +50,20 @@ def exact_where(doubt: Bool[Tensor, "b tq h df"], free_energy: Tensor, q, k, f, 
     first, end = bounds(support, q.shape[1], k.shape[1], q.device)
     inputs = doubt, free_energy, q * support.scale, k, f, beta, support.keep, first, end, support.bias
     if torch.compiler.is_compiling() or doubt.is_meta or type(doubt) is not Tensor:
-        return _in_graphs(*inputs)[0]
+        return _in_graphs(*inputs)
     if not bool(doubt.any()):
         fallbacks.count(doubt.numel(), 0)
         return free_energy
     fallbacks.count(doubt.numel(), int(doubt.sum()))
-    return _again(*inputs)[0]
+    return _again(*inputs)
 
 
-def _again(doubt, free_energy, q, k, f, beta, keep, first, end, bias) -> list[Tensor]:
+def _again(doubt, free_energy, q, k, f, beta, keep, first, end, bias) -> Tensor:
     """The free energies, doubtful ones from some rows of one head at a time, of queries that were scaled."""
     groups = q.shape[2] // k.shape[2]
     batch, head = doubt.any(3).any(1).nonzero(as_tuple=True)
     if not len(batch):
-        return [torch.where(doubt, 0.0, free_energy)]  # an operator returns new tensors, and so does its gradient
+        return torch.where(doubt, 0.0, free_energy)  # an operator returns new tensors, and so does its gradient
     heads = [x[batch, :, h].unbind() for x, h in ((q, head), (k, head // groups), (f, head // groups), (doubt, head))]
     tables = None if bias is None else bias.flatten(0, 1).unbind()
     energies, places = [], []
@@ -81,7 +82,7 @@ def _again(doubt, free_energy, q, k, f, beta, keep, first, end, bias) -> list[Te
             energies.append(_recomputed_for_gradients(_exactly, *inputs).to(free_energy.dtype))
             places.append(torch.stack([torch.full_like(rows, b), rows, torch.full_like(rows, h)]))
     again = torch.zeros_like(free_energy).index_put(tuple(torch.cat(places, 1)), torch.cat(energies))
-    return [torch.where(doubt, again, free_energy)]
+    return torch.where(doubt, again, free_energy)
 
 
 def _recomputed_for_gradients(function, *inputs) -> Tensor:
@@ -116,7 +117,7 @@ def _energies(
     """F by a product where float64 has the digits, entry by entry elsewhere; what is not wanted is finite."""
     shift = f.detach().amax(0)
     total = log_p.exp() @ ((f - shift) * beta).exp()
-    sure = total.detach() >= _LEAST
+    sure = total.detach() >= _LEAST_SUM
     free_energy = shift + total.where(sure, 1.0).log() / beta
     row, channel = (wanted & ~sure).nonzero(as_tuple=True)
     if not len(row):
@@ -130,16 +131,39 @@ def _entries(log_p, f, beta, row, channel) -> Float[Tensor, " n"]:
     return (log_p[row] + (beta * f).mT[channel]).logsumexp(1) / beta[channel]
 
 
-def _counted(doubt, *inputs) -> list[Tensor]:
-    if not torch.is_grad_enabled():  # its backward runs it again
-        fallbacks.count(doubt.numel(), int(doubt.sum()))
+# --- for torch.compile, which does not look into an operator ---------------------------------------------------------
+
+_INPUTS = (
+    "Tensor doubt, Tensor free_energy, Tensor q, Tensor k, Tensor f, Tensor beta, Tensor? keep, Tensor first, "
+    "Tensor end, Tensor? bias"
+)
+
+
+@operator(f"softmax_exact({_INPUTS}) -> Tensor")
+def _in_graphs(doubt, *inputs):
+    fallbacks.count(doubt.numel(), int(doubt.sum()))
     return _again(doubt, *inputs)
 
 
-_in_graphs = opaque(
-    "softmax_exact",
-    "Tensor doubt, Tensor free_energy, Tensor q, Tensor k, Tensor f, Tensor beta, Tensor? keep, Tensor first, "
-    "Tensor end, Tensor? bias",
-    _counted,
-    lambda doubt, free_energy, *others: [free_energy.new_empty(free_energy.shape)],
+@operator(f"softmax_exact_backward(Tensor grad, bool[] wanted, {_INPUTS}) -> Tensor[]")
+def _in_graphs_backward(grad, wanted, *inputs):
+    with recorded():
+        leaves = [x if x is None else x.detach().requires_grad_(w) for x, w in zip(inputs, wanted)]
+        asked = [x for x, w in zip(leaves, wanted) if w]
+        gradients = torch.autograd.grad(_again(*leaves), asked, grad, materialize_grads=True)
+    return [d.contiguous() for d in gradients]
+
+
+def _differentiate_in_graphs(ctx, grad):
+    wanted = list(ctx.needs_input_grad)
+    gradients = iter(_in_graphs_backward(grad, wanted, *ctx.saved_tensors))
+    return tuple(next(gradients) if w else None for w in wanted)
+
+
+_in_graphs.register_fake(lambda doubt, free_energy, *others: free_energy.new_empty(free_energy.shape))
+_in_graphs_backward.register_fake(
+    lambda grad, wanted, *inputs: [x.new_empty(x.shape) for x, w in zip(inputs, wanted) if w]
+)
+_in_graphs.register_autograd(
+    _differentiate_in_graphs, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )

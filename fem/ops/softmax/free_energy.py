@@ -37,7 +37,7 @@ class _Read(torch.autograd.Function):
     def forward(ctx, q, k, v, f, beta, causal, scale, keep, first, end, bias, by_flash):
         ctx.set_materialize_grads(False)
         inputs = q, k, v, f, beta, causal, scale, keep, first, end, bias, by_flash
-        out, free_energy, lse, doubt = _forward(*inputs)
+        out, free_energy, lse, doubt = _read_forward(*inputs)
         ctx.save_for_backward(q, k, v, f, beta, bias, keep, first, end, out, lse)
         ctx.options = causal, scale, by_flash
         ctx.mark_non_differentiable(doubt)
@@ -45,6 +45,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_mean, grad_free, _):
+        """First derivatives by the operator, further ones by the definition."""
         *inputs, keep, first, end, out, lse = ctx.saved_tensors
         causal, scale, by_flash = ctx.options
         if torch.is_grad_enabled():
@@ -61,27 +62,27 @@ class _Read(torch.autograd.Function):
             for grad, width in ((grad_mean, start), (grad_free, channels))
         ]
         rules = causal, scale, keep, first, end, bias, by_flash
-        dq, dk, dvalues, dbeta, dbias = _backward(*grads, *tensors, *rules, out, lse, with_bias)
+        dq, dk, dvalues, dbeta, dbias = _read_backward(*grads, *tensors, *rules, out, lse, with_bias)
         dv, df = dvalues[..., :start], dvalues[..., start : start + channels]
         dv, df = (dv + df, None) if tensors[3] is None else (dv, df)
         return dq, dk, dv, df, dbeta, *[None] * 5, dbias if with_bias else None, None
 
 
-_INPUTS = (
+_CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? f, Tensor beta, bool causal, float scale, Tensor? keep, Tensor? first, "
     "Tensor? end, Tensor? bias, bool by_flash"
 )
 
 
-@operator(f"softmax_read({_INPUTS}) -> (Tensor out, Tensor free_energy, Tensor lse, Tensor doubt)")
-def _forward(q, k, v, f, beta, *rules):
+@operator(f"softmax_read({_CALL}) -> (Tensor out, Tensor free_energy, Tensor lse, Tensor doubt)")
+def _read_forward(q, k, v, f, beta, *rules):
     """[mean | R | zeros], with 1 for an R that is not read; F; lse; and which F are not proven, which are c."""
     *support, by_flash = rules
     with without_autocast(q.device):
         return _forward_in(compute_dtype(q), q, k, v, f, beta, Support(*support), by_flash)
 
 
-@_forward.register_fake
+@_read_forward.register_fake
 def _(q, k, v, f, beta, *rules):
     channels = beta.shape[1]
     width = max(v.shape[3] + channels, q.shape[3])
@@ -91,10 +92,10 @@ def _(q, k, v, f, beta, *rules):
 
 
 @operator(
-    f"softmax_read_backward(Tensor grad_mean, Tensor grad_free, {_INPUTS}, Tensor out, Tensor lse, bool with_bias) "
+    f"softmax_read_backward(Tensor grad_mean, Tensor grad_free, {_CALL}, Tensor out, Tensor lse, bool with_bias) "
     "-> (Tensor dq, Tensor dk, Tensor dvalues, Tensor dbeta, Tensor dbias)"
 )
-def _backward(grad_mean, grad_free, q, k, v, f, beta, *rest):
+def _read_backward(grad_mean, grad_free, q, k, v, f, beta, *rest):
     *support, by_flash, out, lse, with_bias = rest
     support, dtype = Support(*support), out.dtype
     with without_autocast(q.device):
@@ -107,14 +108,14 @@ def _backward(grad_mean, grad_free, q, k, v, f, beta, *rest):
     return *(x.to(like.dtype).contiguous() for x, like in zip(gradients, (q, k, v, beta))), dbias
 
 
-@_backward.register_fake
+@_read_backward.register_fake
 def _(grad_mean, grad_free, q, k, v, f, beta, causal, scale, keep, first, end, bias, by_flash, out, lse, with_bias):
     dvalues = v.new_empty(*v.shape[:3], out.shape[3])
     dbias = bias.new_empty(bias.shape) if with_bias else out.new_empty(0)
     return q.new_empty(q.shape), k.new_empty(k.shape), dvalues, beta.new_empty(beta.shape), dbias
 
 
-def _pack(v, f, beta, width: int) -> tuple[Float[Tensor, "b t hkv w"], Packing]:
+def _packed(v, f, beta, width: int) -> tuple[Float[Tensor, "b t hkv w"], Packing]:
     """[v | e | zeros], as wide as q at least, which flash attention wants, and how e was made of f.
 
     f is copied for its minimum and maximum, which take six times as long over a slice of a head's channels.
@@ -142,7 +143,8 @@ def _forward_in(dtype, q, k, v, f, beta, support: Support, by_flash: bool) -> tu
 
 
 def _band_forward(q, k, v, f, beta, support: Support, by_flash: bool) -> tuple[Tensor, ...]:
-    values, packing = _pack(v, f, beta, q.shape[3])
+    """What `_read_forward` returns, of queries that share a shift."""
+    values, packing = _packed(v, f, beta, q.shape[3])
     out, lse = attend(q, k, values, support, by_flash)
     packing, at = packing.per_query_head(q.shape[2]), slice(v.shape[3], v.shape[3] + f.shape[3])
     total, sees = out[..., at].contiguous(), _sees(lse, support)
@@ -184,7 +186,7 @@ def _band_backward(grad_mean, grad_free, q, out, lse, k, v, f, beta, support: Su
 
     for any m; the mean of the free energies as m keeps most digits.
     """
-    values, packing = _pack(v, f, beta, q.shape[3])
+    values, packing = _packed(v, f, beta, q.shape[3])
     at, shared = slice(v.shape[3], v.shape[3] + f.shape[3]), (k.shape[2], q.shape[2] // k.shape[2])
     by_head, sees = packing.per_query_head(q.shape[2]), _sees(lse, support)
     total = out[..., at].contiguous()

@@ -16,7 +16,7 @@ from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast, without_autocast
 from fem.ops.common.read import LOG_ZERO, Read
 from fem.ops.common.steps import exporting
-from fem.ops.softmax.card import WIDEST, attend_on_card, fused
+from fem.ops.softmax.card_attention import WIDEST, attend_on_card, compiled_on_card
 from fem.ops.softmax.exact import exact_where
 from fem.ops.softmax.support import Support
 
@@ -39,14 +39,14 @@ def kernel_read(
     with without_autocast(q.device):
         q, k, v = (x.to(dtype) for x in (q, k, v))
         together = exported or v.shape[3] + f.shape[3] <= max(WIDEST, q.shape[3])
-        parts, packing = fused(_prologue, q)(v, f, beta, together)
+        parts, packing = compiled_on_card(_prologue, q)(v, f, beta, together)
         if exported:
             out, sees = _masked(q, k, *parts, support)
         else:
             out, lses = zip(*(attend_on_card(q, k, part, support) for part in parts))
             lse = next((lse for lse in lses if lse is not None), None)
             sees = None if lse is None else (lse > -torch.inf).transpose(1, 2)[..., None]
-        mean, free_energy, doubt = fused(_epilogue, q)(out, beta, packing, sees)
+        mean, free_energy, doubt = compiled_on_card(_epilogue, q)(out, beta, packing, sees)
         if exported or not f.shape[3] or span <= _PROVEN_SPAN:
             return Read(mean, free_energy)
         return Read(mean, exact_where(doubt, free_energy, q, k, f, beta, support))

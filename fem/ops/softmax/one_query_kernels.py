@@ -5,8 +5,8 @@
     F = c + (M - m + log(E / l)) / beta
 
 c is the f of the last key. Where no |z_i| of a channel exceeds 1, F is c + log(1 + S / l) / beta instead, of
-S = sum_i e^{s_i - m} (e^{z_i} - 1): that keeps the digits of F where beta is small. The first kernel reads a part of the
-keys a program, as flash decoding does, and the second puts the parts together. Numbers are float32 in registers.
+S = sum_i e^{s_i - m} (e^{z_i} - 1): that keeps the digits of F where beta is small. The first kernel reads a part of
+the keys a program, as flash decoding does, and the second puts the parts together. Numbers are float32 in registers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from fem.ops.common.launch import on
 from fem.ops.common.operator import operator
 from fem.ops.common.read import Read
-from fem.ops.softmax.fused.kernels import exp_minus_1, log_1_plus
+from fem.ops.common.triton_math import exp_minus_1, log_1_plus
 
 NUMBERS = 4096  # of a block of keys, 32 for each of 128 threads
 PROGRAMS = 512  # wanted on a card: four for each of an H100's multiprocessors
@@ -30,8 +30,8 @@ MOST_PARTS = 64
 
 @triton.jit(do_not_specialize=["time", "part"])
 def read_part_kernel(
-    q, k, v, f, beta, mask, parts, time, part, scale, q_batch, q_head, k_batch, k_head, v_batch, v_head, f_batch, f_head,
-    mask_batch, mask_head,
+    q, k, v, f, beta, mask, parts, time, part, scale, q_batch, q_head, k_batch, k_head, v_batch, v_head,
+    f_batch, f_head, mask_batch, mask_head,
     k_row: tl.constexpr, v_row: tl.constexpr, f_row: tl.constexpr, heads: tl.constexpr, GROUP: tl.constexpr,
     KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
     KEYS: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,

@@ -70,7 +70,7 @@ def scan_backward_kernel(
     exists, both = state < N, (state < N)[:, None] & live[None, :]
     rate = tl.load(a + state[:, None] * W + channel[None, :], both, other=0.0)
     cell = state[:, None] * D + column[None, :]
-    g, of_a = tl.load(d_last + row * N * D + cell, both, other=0.0), tl.zeros((STATES, BLOCK), tl.float32)
+    g, a_sum = tl.load(d_last + row * N * D + cell, both, other=0.0), tl.zeros((STATES, BLOCK), tl.float32)
     chunks = (T + CHUNK - 1) // CHUNK
     part = tl.program_id(0).to(tl.int64) * TOKENS
     for k in range(chunks):
@@ -105,15 +105,18 @@ def scan_backward_kernel(
                 g = g * decay
                 through = g * before
                 tl.store(d_delta + token * D + column, tl.sum(through * rate, 0), live)
-                of_a += through * step[None, :]
+                a_sum += through * step[None, :]
         tl.debug_barrier()  # the next chunk writes to the same scratch
-    tl.store(d_a + row * N * D + cell, of_a, both)
+    tl.store(d_a + row * N * D + cell, a_sum, both)
     tl.store(d_first + row * N * D + cell, g, both)
 
 
 class _Scan(torch.autograd.Function):
+    """The kernels' launches: a program has BLOCK columns of a row."""
+
     @staticmethod
     def forward(ctx, delta, a, b, c, u, opens, first):
+        """y and the last states; kept for the gradient are the states before every CHUNK-th token."""
         delta, a, b, c, u, first = (x.float().contiguous() for x in (delta, a, b, c, u, first))
         (batch, time, columns), (states, width) = u.shape, a.shape
         y, last = torch.empty_like(u), torch.empty_like(first)
@@ -131,6 +134,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, d_last):
+        """Gradients by one launch, whose parts by block, row and stream are added up here."""
         delta, a, b, c, u, marks, kept = ctx.saved_tensors
         (batch, time, columns), (states, width) = u.shape, a.shape
         d_delta, d_u = torch.empty_like(u), torch.empty_like(u)
@@ -143,8 +147,8 @@ class _Scan(torch.autograd.Function):
                 d_u, d_first, time, width, columns, batch * time, **ctx.sizes,
             )  # fmt: skip
         streams = (columns // width, width)
-        of_streams = lambda d, dim: d.unflatten(-1, streams).sum(dim)  # noqa: E731
-        return of_streams(d_delta, -2), of_streams(d_a, (0, -2)), d_b.sum(0), d_c.sum(0), d_u, None, d_first
+        over_streams = lambda d, dim: d.unflatten(-1, streams).sum(dim)  # noqa: E731
+        return over_streams(d_delta, -2), over_streams(d_a, (0, -2)), d_b.sum(0), d_c.sum(0), d_u, None, d_first
 
 
 def sequential_scan(

@@ -18,8 +18,11 @@ def state_scan(delta, a, b, c, u, opens, first, present: bool) -> tuple[Tensor, 
 
 
 class _StateScan(torch.autograd.Function):
+    """The loop over tokens, forward and backward, which writes to buffers that were made before it."""
+
     @staticmethod
     def forward(ctx, delta, a, b, c, u, opens, first, present):
+        """y and the last states; the states after every token are kept for the gradient."""
         (states, width), (batch, time, columns) = a.shape, u.shape
         keep = (delta.unsqueeze(-2) * a).exp_()
         if opens is not None:

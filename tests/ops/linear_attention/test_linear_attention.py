@@ -13,7 +13,7 @@ from linear_attention import definition, draw
 
 from fem.functional import keyed_scan_read
 from fem.ops.common.fallback_count import FallbackCount
-from fem.ops.linear_attention.naive import naive_linear_attention_read
+from fem.ops.linear_attention.naive_linear_attention import naive_linear_attention_read
 
 DECAYS = [None, "head", "channel"]
 CASES = {

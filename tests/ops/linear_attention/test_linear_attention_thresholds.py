@@ -7,7 +7,7 @@ import torch
 from thresholds import flushed, one_spike_behind_two_tokens
 
 from fem.functional import keyed_scan_read
-from fem.ops.linear_attention.naive import naive_linear_attention_read
+from fem.ops.linear_attention.naive_linear_attention import naive_linear_attention_read
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -7,7 +7,7 @@ import torch
 from scan_reads import compare, gradients_of, relative, scan_call
 
 from fem.functional import channel_scan_read
-from fem.ops.channel_scan import read as channel_scan
+from fem.ops.channel_scan import channel_scan_read as channel_scan
 from fem.ops.common.scan import ScanCall
 
 
@@ -82,7 +82,7 @@ def test_unnormalised_reads_are_the_sums_themselves():
 def test_the_total_weight_comes_with_the_terms():
     inputs = scan_call("aft with decay", 12)
     x, v, beta, a = inputs.tensors()
-    one_way = partial(channel_scan._one_way, kernels=False)
+    one_way = partial(channel_scan._channel_one_way, kernels=False)
     terms, state = ScanCall().both_ways(one_way, (x, a, v, v), beta)
     x, a = (inputs.arguments[name].double() for name in ("log_weight", "log_decay"))
     total = torch.full_like(x[:, 0], -torch.inf)

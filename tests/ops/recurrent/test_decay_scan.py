@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fem.functional import decay_scan
-from fem.ops.decay_scan.naive import naive_decay_scan
+from fem.ops.decay_scan.naive_decay_scan import naive_decay_scan
 
 
 def inputs(time, batch=2, channels=3, dtype=torch.float32):

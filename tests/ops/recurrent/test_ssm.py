@@ -7,7 +7,7 @@ import torch
 from scan_reads import SHARED, compare, gradients_of, relative, scan_call, state_equation
 
 from fem.functional import channel_scan_read, ssm_read
-from fem.ops.ssm import read as ssm
+from fem.ops.ssm import ssm_read as ssm
 
 check = partial(compare, wanted_of=state_equation, beta_unit=0.1)
 
@@ -82,4 +82,4 @@ def test_training_keeps_no_state_per_token():
     entries = sum(x.untyped_storage().nbytes() // x.element_size() for x in {x.data_ptr(): x for x in kept}.values())
     v = inputs.arguments["v"]
     rank = inputs.arguments["A"].shape[-1]
-    assert entries < 16 * v.numel() + 3 * v.numel() * rank * v.shape[2] * v.shape[3] / ssm.ENTRIES
+    assert entries < 16 * v.numel() + 3 * v.numel() * rank * v.shape[2] * v.shape[3] / ssm.SLAB_STATES

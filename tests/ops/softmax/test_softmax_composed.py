@@ -14,9 +14,10 @@ from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.functional import softmax_read
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.tokens import read_tokens
-from fem.ops.softmax import card, exact, kernel_read
-from fem.ops.softmax.read import softmax_read as read_op
-from fem.ops.softmax.read import without_masked
+from fem.ops.softmax import card_attention as card
+from fem.ops.softmax import exact, kernel_read
+from fem.ops.softmax.softmax_read import softmax_read as read_op
+from fem.ops.softmax.softmax_read import without_masked
 from fem.ops.softmax.support import Support, bounds, support
 from fem.priors import softmax as prior
 
@@ -266,12 +267,12 @@ def test_reads_go_on_unfused_where_the_compiler_fails(monkeypatch):
         raise KeyError("no such target")
 
     monkeypatch.setattr(card, "_compiled", lambda function: broken)
-    monkeypatch.setattr(card, "_UNFUSED", set())
+    monkeypatch.setattr(card, "_UNCOMPILED", set())
     v, beta = torch.randn(1, 5, 1, 3), torch.ones(1, 3)
     inputs = v, v, beta, False
     with pytest.warns(UserWarning, match="no such target"):
-        found = card._try_fused(kernel_read._prologue, *inputs)
-    assert {kernel_read._prologue} == card._UNFUSED
+        found = card._try_compiled(kernel_read._prologue, *inputs)
+    assert {kernel_read._prologue} == card._UNCOMPILED
     ((values, e), (shift, _)), (wanted, *_) = found, kernel_read._prologue(*inputs)
     assert torch.equal(values, wanted[0])
     assert torch.equal(e, wanted[1])

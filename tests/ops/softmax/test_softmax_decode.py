@@ -12,7 +12,7 @@ from softmax_calls import softmax_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fem.functional import softmax_read
-from fem.ops.softmax import read as read_module
+from fem.ops.softmax import softmax_read as read_module
 from fem.ops.softmax.cached import cached_read
 from fem.ops.softmax.one_query import one_query_read
 from fem.priors import kv_cache

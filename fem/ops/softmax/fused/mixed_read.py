@@ -21,9 +21,10 @@ from torch import Tensor
 
 from fem.ops.common.launch import on
 from fem.ops.common.operator import operator
-from fem.ops.softmax.fused import attention, doubt
-from fem.ops.softmax.fused import kernels as K
-from fem.ops.softmax.fused.form import NUMBERS, SPANS, Form, Sizes, rows_of_tile, sizes_of
+from fem.ops.softmax.fused import doubt_kernels as doubt
+from fem.ops.softmax.fused import elementwise_kernels as K
+from fem.ops.softmax.fused import fused_attention
+from fem.ops.softmax.fused.layer_form import SPANS, TILE_NUMBERS, Form, Sizes, rows_of_tile, sizes_of
 
 BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
 PART = 256  # tokens whose extremes one program finds
@@ -61,7 +62,7 @@ def prefill(form: Form, scale: float, eps: float, *tensors: Tensor | None) -> tu
     if torch.compiler.is_compiling():
         o, joint, *_ = _operator(*tensors, list(map(int, form)), scale, eps)
     else:
-        o, joint, *_ = _forward(*tensors, form, scale, eps)
+        o, joint, *_ = _mixed_forward(*tensors, form, scale, eps)
     _, k, v, *_ = form.parts(joint)
     return o, k, tensors[3] if v is None else v
 
@@ -70,9 +71,11 @@ _TENSORS = 11
 
 
 class _MixedRead(torch.autograd.Function):
+    """o, in eager calls; a compiled graph has the operators below."""
+
     @staticmethod
     def forward(ctx, *inputs):
-        kept = _forward(*inputs)
+        kept = _mixed_forward(*inputs)
         ctx.save_for_backward(*inputs[:_TENSORS], *kept)
         ctx.options = inputs[_TENSORS:]
         return kept[0]
@@ -84,7 +87,7 @@ class _MixedRead(torch.autograd.Function):
                 "the fused softmax layer is differentiable once, got create_graph=True; a layer whose configuration "
                 'has backend="plain" is differentiable any number of times.'
             )
-        return *_backward(grad, ctx.saved_tensors, *ctx.options), *[None] * 5
+        return *_mixed_backward(grad, ctx.saved_tensors, *ctx.options), *[None] * 5
 
 
 def _on_its_device(function: Callable) -> Callable:
@@ -99,7 +102,7 @@ def _on_its_device(function: Callable) -> Callable:
 
 
 @_on_its_device
-def _forward(*inputs) -> list[Tensor]:
+def _mixed_forward(*inputs) -> list[Tensor]:
     """o, and what the backward needs: the product, where a free energy is read [v | e], then [mean | R] where o is
     another tensor, the scheme and the flags of a free energy, and the logarithms of attention's sums.
     """
@@ -110,8 +113,8 @@ def _forward(*inputs) -> list[Tensor]:
     (batch, time), sizes = q.shape[:2], sizes_of(form, *q.shape[:2])
     if form.rotary:
         _rotate(q, k, q, k, cos, sin, 1)
-    both, scheme = _pack(v, beta, form, sizes) if form.free else (v, None)
-    out, lse = attention.attend(q, k, both, scale, form.causal, form.kernel)
+    both, scheme = _launch_pack(v, beta, form, sizes) if form.free else (v, None)
+    out, lse = fused_attention.kernel_attention(q, k, both, scale, form.causal, form.kernel)
     if not form.mixes:
         return [out, joint, lse]
     inner, outer = form.logits(gates, ups)
@@ -119,7 +122,7 @@ def _forward(*inputs) -> list[Tensor]:
     o = out.new_empty(*q.shape[:3], form.width)
     flags = torch.empty(batch, form.heads, sizes.tiles, dtype=torch.int32, device=o.device)
     K.mix_kernel[sizes.reads](
-        out, inner, outer, scheme, beta, o, flags, time, eps, _row(inner), _row(outer), **sizes.mix
+        out, inner, outer, scheme, beta, o, flags, time, eps, _row_stride(inner), _row_stride(outer), **sizes.mix
     )  # fmt: skip
     if not form.free:
         return [o, joint, out, lse]
@@ -131,7 +134,7 @@ def _settle(q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, scal
     """Compute the doubtful free energies: write them to `exact`, or where that is o, mixed and gated, to o."""
     doubt.doubtful_rows_kernel[sizes.spans](
         q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, q.shape[1], sizes.tiles, scale, eps,
-        _row(q), _row(k), _row(v), _row(inner), _row(outer), **sizes.doubt, GATED=form.gated, MIXED=exact is o,
+        *map(_row_stride, (q, k, v, inner, outer)), **sizes.doubt, GATED=form.gated, MIXED=exact is o,
         COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
     )  # fmt: skip
 
@@ -142,8 +145,8 @@ class _Doubt(NamedTuple):
     exact: Float[Tensor, "b t h df"]  # float32: bfloat16 would lose what beta's gradient is made of
     d_free: Float[Tensor, "b t h df"]
     tilted: Float[Tensor, "n df"]
-    of_reads: Float[Tensor, "nq df"]  # parts of tilted
-    of_values: Float[Tensor, "nv df"]
+    query_parts: Float[Tensor, "nq df"]  # parts of tilted
+    value_parts: Float[Tensor, "nv df"]
 
     @classmethod
     def of(cls, q: Tensor, beta: Tensor, form: Form, tiles: int) -> _Doubt:
@@ -156,12 +159,14 @@ class _Doubt(NamedTuple):
         """beta's gradient: the sum over all tiles, of queries and of values."""
         if form.heads == form.kv_heads:
             return self.tilted.view(-1, form.kv_heads, form.free).sum(0)
-        of_reads = self.of_reads.view(-1, form.kv_heads, form.heads // form.kv_heads, form.free).sum((0, 2))
-        return of_reads + self.of_values.view(-1, form.kv_heads, form.free).sum(0)
+        query_parts = self.query_parts.view(-1, form.kv_heads, form.heads // form.kv_heads, form.free).sum((0, 2))
+        return query_parts + self.value_parts.view(-1, form.kv_heads, form.free).sum(0)
 
 
 @_on_its_device
-def _backward(grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: float, eps: float) -> list[Tensor | None]:
+def _mixed_backward(
+    grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: float, eps: float
+) -> list[Tensor | None]:
     """Gradients of the first nine inputs: x, weight, bias, values, the second maps of slim gates, and beta."""
     x, weight, bias, values, *ups, beta, cos, sin = kept[:_TENSORS]
     o, joint, *rest, lse = kept[_TENSORS:]
@@ -177,7 +182,9 @@ def _backward(grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: fl
     d_out, d_ups = grad.contiguous(), [None] * 4
     if form.mixes:
         d_out, d_ups = _through_gates(d_out, known, flags, doubtful, o, gates, ups, d_gates, form, scale, eps, sizes)
-    d_q, d_k, d_both = attention.attend_backward(d_out, q, k, both, out, lse, scale, form.causal, form.kernel)
+    d_q, d_k, d_both = fused_attention.kernel_attention_backward(
+        d_out, q, k, both, out, lse, scale, form.causal, form.kernel
+    )
     d_beta = None
     if form.free:
         _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful, form, scale, sizes)
@@ -203,14 +210,14 @@ def _through_gates(grad, known, flags, doubtful: _Doubt | None, o, gates, ups, d
     slim = [torch.empty_like(gate) if form.rank and gate is not None else None for gate in (inner, outer)]
     to_inner, to_outer = (d if own is None else own for d, own in zip(d_gates, slim))
     inner, outer, to_inner, to_outer = (out if y is None else y for y in (inner, outer, to_inner, to_outer))
-    exact = d_free = of_reads = None
+    exact = d_free = query_parts = None
     if doubtful is not None:
-        exact, d_free, _, of_reads, _ = doubtful
+        exact, d_free, _, query_parts, _ = doubtful
         _settle(q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, scale, eps, form, sizes)
     d_out = torch.empty_like(out)
     K.mix_backward_kernel[sizes.reads](
-        grad, out, inner, outer, scheme, beta, exact, flags, d_out, to_inner, to_outer, d_free, of_reads, q.shape[1],
-        eps, *map(_row, (inner, outer, to_inner, to_outer)), **sizes.mix, num_warps=BACKWARD_WARPS,
+        grad, out, inner, outer, scheme, beta, exact, flags, d_out, to_inner, to_outer, d_free, query_parts, q.shape[1],
+        eps, *map(_row_stride, (inner, outer, to_inner, to_outer)), **sizes.mix, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     return d_out, _through_second_maps(gates, ups, slim, d_gates) if form.rank else [None] * 4
 
@@ -219,16 +226,16 @@ def _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful: _Doubt, form:
     """Write d_v from the gradient of [v | e]; add to d_q, d_k and d_v what goes through doubtful entries."""
     q, k, v, _, _, scheme, beta = known
     batch, time = q.shape[:2]
-    exact, d_free, _, of_reads, of_values = doubtful
+    exact, d_free, _, query_parts, value_parts = doubtful
     K.pack_backward_kernel[sizes.values](
-        d_both, v, scheme, beta, d_v, of_values, time, _row(v), _row(d_v), form.width, **sizes.pack
+        d_both, v, scheme, beta, d_v, value_parts, time, _row_stride(v), _row_stride(d_v), form.width, **sizes.pack
     )
-    inputs, rows = (*known, exact, flags, d_free), (_row(q), _row(k), _row(v))
+    inputs, rows = (*known, exact, flags, d_free), (_row_stride(q), _row_stride(k), _row_stride(v))
     doubt.doubtful_queries_backward_kernel[sizes.spans](
-        *inputs, d_q, of_reads, time, sizes.tiles, scale, *rows, _row(d_q), **sizes.doubt, FLAGS=sizes.flags
+        *inputs, d_q, query_parts, time, sizes.tiles, scale, *rows, _row_stride(d_q), **sizes.doubt, FLAGS=sizes.flags
     )
     doubt.doubtful_keys_backward_kernel[(form.kv_heads, SPANS, batch)](
-        *inputs, d_k, d_v, time, sizes.tiles, scale, *rows, _row(d_k), _row(d_v), **sizes.doubt,
+        *inputs, d_k, d_v, time, sizes.tiles, scale, *rows, _row_stride(d_k), _row_stride(d_v), **sizes.doubt,
         FLAGS=triton.next_power_of_2(sizes.tiles * form.heads // form.kv_heads),
     )  # fmt: skip
 
@@ -246,7 +253,7 @@ def _through_second_maps(gates, ups, d_logits, d_gates) -> list[Tensor | None]:
     return found
 
 
-def _row(x: Tensor) -> int:
+def _row_stride(x: Tensor) -> int:
     """Numbers from one token of (B, T, H, d) to the next, of rows that lie one after another."""
     return x.stride(1)
 
@@ -254,27 +261,27 @@ def _row(x: Tensor) -> int:
 def _rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, sign: int) -> None:
     batch, time, heads, width = q.shape
     half = triton.next_power_of_2(width // 2)
-    rows = max(1, NUMBERS // half)
+    rows = max(1, TILE_NUMBERS // half)
     K.rotate_kernel[((heads + k.shape[2]) * triton.cdiv(batch * time, rows),)](
-        q, k, q_out, k_out, cos, sin, batch * time, time, *map(_row, (q, k, q_out, k_out)), heads, k.shape[2],
+        q, k, q_out, k_out, cos, sin, batch * time, time, *map(_row_stride, (q, k, q_out, k_out)), heads, k.shape[2],
         WIDTH=width, SIGN=sign, ROWS=rows, HALF=half,
     )  # fmt: skip
 
 
-def _pack(v: Tensor, beta: Tensor, form: Form, sizes: Sizes) -> tuple[Tensor, Tensor]:
+def _launch_pack(v: Tensor, beta: Tensor, form: Form, sizes: Sizes) -> tuple[Tensor, Tensor]:
     """[v | e] and its scheme."""
     (batch, time), free_at = v.shape[:2], 0 if form.shared else form.mean
     parts = triton.cdiv(time, PART)
     extremes = beta.new_empty(batch, parts, 2, form.kv_heads * form.free)
     grid = (form.kv_heads, parts, batch)
     K.extremes_kernel[grid](
-        v, extremes, time, PART, _row(v), free_at, form.width, form.free,
+        v, extremes, time, PART, _row_stride(v), free_at, form.width, form.free,
         ROWS=sizes.mix["ROWS"], COLUMNS=sizes.doubt["CHANNELS"],
     )  # fmt: skip
     both = v.new_empty(*v.shape[:3], form.mean + form.free)
     scheme = extremes.new_empty(batch, 2, form.kv_heads * form.free)
     K.pack_kernel[sizes.values](
-        v, extremes, beta, both, scheme, time, parts, _row(v), form.width, **sizes.pack,
+        v, extremes, beta, both, scheme, time, parts, _row_stride(v), form.width, **sizes.pack,
         PARTS=triton.next_power_of_2(parts),
     )  # fmt: skip
     return both, scheme
@@ -282,22 +289,22 @@ def _pack(v: Tensor, beta: Tensor, form: Form, sizes: Sizes) -> tuple[Tensor, Te
 
 # --- for torch.compile: the same as two operators, which it does not look into ---------------------------------------
 
-_INPUTS = (
+_MIXED_INPUTS = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? values, Tensor? inner_up, Tensor? inner_bias, Tensor? outer_up, "
     "Tensor? outer_bias, Tensor? beta, Tensor? cos, Tensor? sin"
 )
 _OPTIONS = "int[] form, float scale, float eps"
 
 
-@operator(f"mixed_read({_INPUTS}, {_OPTIONS}) -> Tensor[]", waits=False)
+@operator(f"mixed_read({_MIXED_INPUTS}, {_OPTIONS}) -> Tensor[]", waits=False)
 def _operator(*inputs):
     *tensors, form, scale, eps = inputs
-    return _forward(*tensors, Form(*form), scale, eps)
+    return _mixed_forward(*tensors, Form(*form), scale, eps)
 
 
 @_operator.register_fake
 def _(*inputs):
-    """The shapes of what `_forward` returns."""
+    """The shapes of what `_mixed_forward` returns."""
     x, weight, *_, form, _, _ = inputs
     form, (batch, time) = Form(*form), x.shape[:2]
     head = lambda width, heads=form.heads: x.new_empty(batch, time, heads, width)  # noqa: E731
@@ -311,10 +318,10 @@ def _(*inputs):
     return [o, joint, head(summed, form.kv_heads), head(summed), scheme, flags, lse]
 
 
-@operator(f"mixed_read_backward(Tensor grad, {_INPUTS}, Tensor[] kept, {_OPTIONS}) -> Tensor[]", waits=False)
+@operator(f"mixed_read_backward(Tensor grad, {_MIXED_INPUTS}, Tensor[] kept, {_OPTIONS}) -> Tensor[]", waits=False)
 def _operator_backward(grad, *inputs):
     *tensors, kept, form, scale, eps = inputs
-    return [d for d in _backward(grad, (*tensors, *kept), Form(*form), scale, eps) if d is not None]
+    return [d for d in _mixed_backward(grad, (*tensors, *kept), Form(*form), scale, eps) if d is not None]
 
 
 @_operator_backward.register_fake

@@ -13,7 +13,7 @@ from fem.ops.common.read import connected_zeros
 from fem.ops.common.recurrence import by_hgrn, running_sums
 from fem.ops.common.steps import along_time, portable
 from fem.ops.common.transforms import transformed
-from fem.ops.decay_scan.naive import naive_decay_scan
+from fem.ops.decay_scan.naive_decay_scan import naive_decay_scan
 
 
 def decay_scan(
@@ -46,7 +46,7 @@ def _step_by_step(log_decay: Tensor, u: Tensor, state: Tensor) -> Tensor:
         h = torch.addcmul(u, factor, before[0])
         return [h], [h]
 
-    return along_time(step, [state], log_decay.exp(), u)[1][0]
+    return along_time(step, [state.unsqueeze(1)], log_decay.exp(), u)[1][0]
 
 
 @operator("decay_scan(Tensor log_decay, Tensor u, Tensor initial, bool backwards, bool kernels) -> Tensor")

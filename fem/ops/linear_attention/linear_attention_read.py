@@ -11,17 +11,15 @@ from torch import Tensor
 
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import compute_dtype, upcast, without_autocast
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, connected_zeros, log
-from fem.ops.common.scan import ScanCall, read_free
+from fem.ops.common.precision import compute_dtype, upcast
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, log, read_free
+from fem.ops.common.scan import ScanCall, memory_before
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.steps import portable
 from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for
 from fem.ops.common.tokens import Tokens, filled
-from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.linear_attention.chunked import CHUNK, by_fla, chunked
-from fem.ops.linear_attention.naive import naive_linear_attention_read
-from fem.ops.linear_attention.token_by_token import by_steps
+from fem.ops.linear_attention.linear_log_space import forget, linear_step
+from fem.ops.linear_attention.naive_linear_attention import naive_linear_attention_read
 
 TOKENS_AT_A_TIME = 2**12  # of a slab, over rows and heads: intermediate results fit the CPU's cache
 LARGE_FEATURE = 2.0**23  # and the inverse of a small one: from here on products of features are summed in float64
@@ -47,12 +45,12 @@ def linear_attention_read(
         loops = partial(naive_linear_attention_read, q, k, v, beta, log_decay)
         return by_definition(loops, v.dtype, call, free_values=free_values)
     f, rate = read_free(v, free_values, beta)
-    one_way = partial(_one_way, kernels=backend == "triton")
+    one_way = partial(_linear_one_way, kernels=backend == "triton")
     terms, state = call.both_ways(one_way, (q, k, v, f, log_decay), rate)
-    return call.result(terms, state, beta, v.dtype)
+    return call.result(terms, state, rate, v.dtype, beta)
 
 
-def _one_way(
+def _linear_one_way(
     q, k, v, f, log_decay, beta, tokens, state, present: bool, kernels: bool
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
@@ -62,29 +60,10 @@ def _one_way(
     q, k, v, f, beta, g = (None if x is None else x.to(dtype) for x in (q, k, v, f, beta, g))
     if not present:
         k, v, f = _delayed(k, v, f, g, opens)
-    memory = _memory(state, k, v, f)
-    inputs = (q, k, g, opens, v, f, beta)
-    if 0 in v.shape[:2]:
-        zeros = lambda width: connected_zeros(v, (*v.shape[:3], width), *inputs[:3], *inputs[4:], *memory)  # noqa: E731
-        terms, after = Terms(zeros(1), zeros(v.shape[3]), zeros(f.shape[3])), memory
-    elif (
-        portable()
-        or transformed(*inputs, *memory)
-        or (v.shape[1] == 1 and not kernels and not differentiated(*inputs, *memory))
-    ):
-        with without_autocast(v.device):
-            terms, after = _by_steps(memory, *inputs)
-    else:
-        terms, after = SCAN(memory, kernels, *inputs)
+    cells = k.shape[0], *k.shape[2:]
+    memory = memory_before(state, v, (*cells, 1), (*cells, v.shape[-1]), (*cells, f.shape[-1]))
+    terms, after = LINEAR_SCAN(memory, kernels, q, k, g, opens, v, f, beta)
     return terms, after._replace(log_weight=after.log_weight.squeeze(-1))._asdict()
-
-
-def _memory(state: dict[str, Tensor] | None, k: Tensor, v: Tensor, f: Tensor) -> Terms:
-    """What each key channel has kept, (B, H, d_k, ..), before the first token of inputs (B, T, H, d)."""
-    if state is not None:
-        return Terms(state["log_weight"].unsqueeze(-1), state["mean"], state.get("free_energy", state["mean"][..., :0]))
-    cells = (k.shape[0], *k.shape[2:])
-    return Terms(k.new_full((*cells, 1), LOG_ZERO), *(x.new_zeros(*cells, x.shape[-1]) for x in (v, f)))
 
 
 def _kept(q, k, v, f, log_decay, tokens: Tokens | None) -> tuple[Tensor | None, ...]:
@@ -92,7 +71,7 @@ def _kept(q, k, v, f, log_decay, tokens: Tokens | None) -> tuple[Tensor | None, 
     g = None if log_decay is None else upcast(log_decay)
     g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # clamp would keep g itself for the gradient
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
-    if tokens is None or tokens.keep is None or 0 in v.shape[:2]:
+    if tokens is None or tokens.keep is None:
         return q, k, v, f, g
     keep = tokens.keep[:, :, None, None]
     q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))
@@ -107,28 +86,20 @@ def _delayed(k, v, f, g, opens) -> tuple[Tensor, ...]:
     return k if opens is None else torch.where(opens[:, :, None, None], 0, k), v, f
 
 
-def forget(q: Tensor, g: Tensor | None, opens: Tensor | None) -> Tensor | None:
-    """Decays by which the memory is forgotten where a document opens."""
-    if opens is None:
-        return g
-    g = torch.zeros_like(q[..., :1]) if g is None else g
-    return torch.where(opens[:, :, None, None], LOG_ZERO, g)
-
-
-def _slab(memory: Terms, kernels: int, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms, int] | None:
+def _linear_slab(memory: Terms, kernels: int, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms, int] | None:
     """What a slab reads, the memory after it, and how many free energies were computed again; None: see `SlabScan`."""
     if kernels:
         return _by_kernels(memory, q, k, g, opens, v, f, beta)
     return _in_chunks(memory, q, k, forget(q, g, opens), v, f, beta)
 
 
-def _in_chunks(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms, int]:
+def _in_chunks(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms, int] | None:
     """A slab by matrix products, chunk by chunk, and step by step what is in doubt."""
     rate, time = beta.unsqueeze(1), v.shape[1]
     tokens = [None if x is None else _chunks(x) for x in (q, k, g, v, f)]
-    of_heads = [None if x is None else x.permute(0, 3, 1, 2, 4) for x in tokens]  # (B, H, N, C, d)
-    shift, rise = _shifts(memory, of_heads[1], of_heads[4], rate)
-    q_, k_, g_, v_, f_ = of_heads
+    by_head = [None if x is None else x.permute(0, 3, 1, 2, 4) for x in tokens]  # (B, H, N, C, d)
+    shift, rise = _shifts(memory, by_head[1], by_head[4], rate)
+    q_, k_, g_, v_, f_ = by_head
     items = _items(v_, f_, shift.value, rate.unsqueeze(1))
     light = k_ * (-shift.weight).exp()
     first, last = (Shift(shift.weight[:, :, 0], shift.value[:, :, n]) for n in (0, -1))
@@ -141,18 +112,18 @@ def _in_chunks(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms, int]:
         held, keys = (memory.log_weight > NO_WEIGHT).mT, (k_ > 0).any(3)
         at_end = held | (keys.cumsum(2) > 0)  # whether a key channel holds anything after each chunk, (B, H, N, d_k)
         at_start = held | (keys.cumsum(2) > keys.long())
-        all_by_steps = lambda: (*by_steps(memory, q, k, g, v, f, beta), f.numel())  # noqa: E731
         if lost is not None and bool((lost.squeeze(-1) & at_end[:, :, -1]).any()):
-            return all_by_steps()
+            return None
     if doubt is not None:
         alive = (q_ > 0).any(-1) & at_end.any(-1, keepdim=True)
         chunks = (doubt.squeeze(-1) & alive).any(3).any(1).nonzero(as_tuple=True)
         starts, lost = leaving(Sums.split(before, beta), shift, rate.unsqueeze(1))
         if lost is not None and bool((lost.squeeze(-1) & at_start).transpose(1, 2)[chunks].any()):
-            return all_by_steps()
+            return None
         if len(chunks[0]):
             start = Terms(*(x.transpose(1, 2)[chunks] for x in starts))
-            exact, _ = by_steps(start, *(None if x is None else x[chunks] for x in tokens), beta)
+            q, k, g, v, f = (None if x is None else x[chunks] for x in tokens)
+            exact, _ = LINEAR_SCAN.by_steps(start, q, k, g, None, v, f, beta)
             read = [x.index_put(chunks, y) for x, y in zip(read, exact)]
             again = exact.free_energy.numel()
     return Terms(*(x.flatten(1, 2)[:, :time] for x in read)), after, again
@@ -191,11 +162,11 @@ def _by_kernels(memory: Terms, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms
     rate = beta.unsqueeze(1)
     highest = f.detach().amax(1, keepdim=True).transpose(1, 2)
     shift = shift_for(memory, highest, log(k.detach().amax((1, 3)))[..., None, None], rate)
-    of_tokens = Shift(*(x.transpose(1, 2) for x in shift))  # (B, 1, H, ..)
-    items = _items(v, f, of_tokens.value, beta)
-    light = k * (-of_tokens.weight).exp()
+    over_tokens = Shift(*(x.transpose(1, 2) for x in shift))  # (B, 1, H, ..)
+    items = _items(v, f, over_tokens.value, beta)
+    light = k * (-over_tokens.weight).exp()
     sums, last = by_fla(q, light, items, g, torch.cat(entering(memory, shift, rate), -1), opens)
-    read, doubt = leaving(Sums.split(sums, beta), of_tokens, beta, q.detach().sum(-1, keepdim=True))
+    read, doubt = leaving(Sums.split(sums, beta), over_tokens, beta, q.detach().sum(-1, keepdim=True))
     after, lost = leaving(Sums.split(last, beta), shift, rate)
     alive = (q > 0).any(-1, keepdim=True)  # a masked token reads nothing, and is in doubt for no reason
     held = (k > 0).any(1).unsqueeze(-1) | (memory.log_weight > NO_WEIGHT)
@@ -204,19 +175,18 @@ def _by_kernels(memory: Terms, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms
     return read, after, 0
 
 
-def _size(q, k, g, opens, v, f, beta) -> int:
+def _linear_slab_size(q, k, g, opens, v, f, beta) -> int:
     """Tokens of a slab; under a compiler a symbol."""
     return CHUNK * torch.sym_max(1, TOKENS_AT_A_TIME // (torch.sym_max(1, v.shape[0] * v.shape[2]) * CHUNK))
 
 
-def _rough(q, k, g, opens, v, f, beta) -> bool:
+def _rough_features(q, k, g, opens, v, f, beta) -> bool:
     """Whether features are so large or small that their products are summed in float64."""
     most = torch.stack([q.amax(), k.amax()])
     return bool((most > LARGE_FEATURE).any() | ((most < 1 / LARGE_FEATURE) & (most > 0)).any())
 
 
-def _by_steps(memory: Terms, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms]:
-    return by_steps(memory, q, k, forget(q, g, opens), v, f, beta)
-
-
-SCAN = SlabScan("linear_attention", ("q", "k", "g", "opens", "v", "f"), ("beta",), _slab, _by_steps, _size, _rough)
+ALONG = ("q", "k", "g", "opens", "v", "f")
+LINEAR_SCAN = SlabScan(
+    "linear_attention", ALONG, ("beta",), _linear_slab, linear_step, _linear_slab_size, _rough_features
+)

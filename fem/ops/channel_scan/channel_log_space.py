@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, beside, merge
-from fem.ops.common.steps import along_time
 
 
-def by_prefixes(memory: Terms, x: Tensor, a: Tensor | None, v: Tensor, f: Tensor, beta: Tensor) -> tuple[Terms, Terms]:
+def channel_by_prefixes(
+    memory: Terms, x: Tensor, a: Tensor | None, v: Tensor, f: Tensor, beta: Tensor
+) -> tuple[Terms, Terms]:
     """The read after every token, (B, T, C), and the memory after the last, (B, 1, C)."""
     terms = Terms(*(torch.cat(pair, 1) for pair in zip(memory, (x, v, f))))
     fall = torch.zeros_like(terms.log_weight) if a is None else torch.cat([torch.zeros_like(a[:, :1]), a], 1)
@@ -26,31 +27,26 @@ def by_prefixes(memory: Terms, x: Tensor, a: Tensor | None, v: Tensor, f: Tensor
         terms = Terms(*(torch.cat([part[:, :span], new], 1) for part, new in zip(terms, merged)))
         fall = torch.cat([fall[:, :span], (fall[:, span:] + fall[:, :-span]).clamp_min(LOG_ZERO)], 1)
         span *= 2
-    read = _seen(Terms(*(part[:, 1:] for part in terms)))
+    read = _zero_unseen(Terms(*(part[:, 1:] for part in terms)))
     return read, Terms(*(part[:, -1:] for part in read))
 
 
-def step(memory: Terms, x: Tensor, a: Tensor | None, v: Tensor, f: Tensor, beta: Tensor) -> Terms:
+def cell_step(memory: Terms, x: Tensor, a: Tensor | None, v: Tensor, f: Tensor, beta: Tensor) -> Terms:
     """What one token more reads, which is all that there is to remember."""
-    return _seen(merge(memory if a is None else _fallen(memory, a), Terms(x, v, f), beta))
+    return _zero_unseen(merge(memory if a is None else _fallen(memory, a), Terms(x, v, f), beta))
 
 
-def by_steps(memory: Terms, x: Tensor, a: Tensor | None, v: Tensor, f: Tensor, beta: Tensor) -> tuple[Terms, Terms]:
-    """The same, one `step` after another: for graphs of any length."""
-
-    def token(before: list[Tensor], *inputs: Tensor | None):
-        after = step(Terms(*before), *inputs, beta)
-        return list(after), list(after)
-
-    last, rows = along_time(token, [part.squeeze(1) for part in memory], x, a, v, f)
-    return Terms(*rows), Terms(*(part.unsqueeze(1) for part in last))
+def channel_step(memory: Terms, *inputs: Tensor | None) -> tuple[Terms, Terms]:
+    """What one token reads, (B, 1, C), and the memory after it."""
+    after = cell_step(memory, *inputs)
+    return after, after
 
 
 def _fallen(terms: Terms, a: Tensor) -> Terms:
     return terms._replace(log_weight=terms.log_weight + a)
 
 
-def _seen(terms: Terms) -> Terms:
+def _zero_unseen(terms: Terms) -> Terms:
     """The terms, 0 where there is no weight."""
     log_weight = terms.log_weight.clamp_min(LOG_ZERO)
     seen = log_weight > NO_WEIGHT

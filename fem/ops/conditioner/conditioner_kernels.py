@@ -68,13 +68,13 @@ def _scanned(projected, keep, start, batch, row, time, inside, column, width: tl
 
 
 @triton.jit
-def _row(x, index, of):
+def _row_at(x, index, of):
     """Row `of` of x."""
     return tl.sum(tl.where((index == of)[:, None], x, 0.0), 0)
 
 
 @triton.jit
-def _sum_chunks(
+def sum_chunks_kernel(
     projected,
     keep,
     start,
@@ -94,7 +94,7 @@ def _sum_chunks(
         row = (chunk * tiles + tile) * TIME + index
         log_decay, _, state = _scanned(projected, keep, start, batch, row, time, row < time, column, width)
         total = tl.sum(log_decay, 0)
-        end = tl.exp(total) * end + _row(state, index, TIME - 1)
+        end = tl.exp(total) * end + _row_at(state, index, TIME - 1)
         log_total += total
     at = summaries + (batch.to(tl.int64) * chunks + chunk) * (2 * width) + column
     tl.store(at, log_total, column < width)
@@ -146,7 +146,7 @@ def _unit(a, there, length: tl.constexpr):
 
 
 @triton.jit
-def _condition(
+def condition_kernel(
     projected, weight, bias, keep, start, hidden, summaries, out, last, starts, time, chunks, tiles, eps,
     length: tl.constexpr, bends: tl.constexpr, width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -166,7 +166,7 @@ def _condition(
         row = tile * TIME + index
         _, decay, state = _scanned(projected, keep, start, batch, row, time, row < time, column, width)
         state += decay * entering[None]
-        entering = _row(state, index, TIME - 1)
+        entering = _row_at(state, index, TIME - 1)
         there = (row < time)[:, None] & channel[None]
         at = (batch.to(tl.int64) * time + row)[:, None] * width
         a = tl.load(projected + 3 * at + 2 * width + column[None], there, other=0.0).to(tl.float32)
@@ -180,9 +180,9 @@ def _condition(
 
 
 @triton.jit
-def _condition_backward(
+def condition_backward_kernel(
     grad, projected, weight, bias, keep, start, starts, d_state, d_projected, summaries, parts,
-    time, chunks, tiles, of_row, of_token, eps,
+    time, chunks, tiles, row_stride, token_stride, eps,
     length: tl.constexpr, bends: tl.constexpr, width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """d h~_t as far as it comes through h_t, float32 (B, T, C); da; what a chunk gives of it to the state that enters
@@ -213,7 +213,7 @@ def _condition_backward(
         if bends:
             gate = y * tl.sigmoid(y)
             slope_of_gate = tl.sigmoid(y) * (1.0 + y * (1.0 - tl.sigmoid(y)))
-        d_h = grad + batch.to(tl.int64) * of_row + row.to(tl.int64)[:, None] * of_token + column[None]
+        d_h = grad + batch.to(tl.int64) * row_stride + row.to(tl.int64)[:, None] * token_stride + column[None]
         d_h = tl.load(d_h, there, other=0.0).to(tl.float32)
 
         d_affine = d_h * gate
@@ -238,7 +238,7 @@ def _condition_backward(
 
 
 @triton.jit
-def _scan_backward(
+def state_backward_kernel(
     projected, keep, start, starts, d_state, d_last, summaries, d_projected, d_hidden, time, chunks, tiles,
     width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -268,7 +268,7 @@ def _scan_backward(
 
         log_decay, f, kept = _log_decays(projected, keep, start, batch, row, time, row < time, column, width)
         through = tl.exp(log_decay) * d_u
-        reached = _row(through, index, 0)
+        reached = _row_at(through, index, 0)
         kept = kept[:, None]
         tl.store(d_projected + 3 * at + column[None], tl.where(kept, -tl.sigmoid(f) * before * through, 0.0), there)
         tl.store(d_projected + 3 * at + width + column[None], tl.where(kept, d_u, 0.0), there)

@@ -40,5 +40,5 @@ def naive_ssm_read(
 
 def _log_sum(log_s: Tensor, D: Tensor) -> Tensor:
     """log(s + D); at D = 0 its gradient there is 1 / s, which log D would not pass."""
-    of_zero = log_s + D * (-log_s.detach()).clamp_max(700.0).exp()
-    return torch.where(D > 0, torch.logaddexp(log_s, torch.where(D > 0, D, 1).log()), of_zero)
+    at_zero = log_s + D * (-log_s.detach()).clamp_max(700.0).exp()
+    return torch.where(D > 0, torch.logaddexp(log_s, torch.where(D > 0, D, 1).log()), at_zero)

@@ -12,33 +12,35 @@ from torch import Tensor
 
 from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
-from fem.ops.decay_scan.read import decay_scan
+from fem.ops.decay_scan.decaying_sum import decay_scan
 
 
-class Form(NamedTuple):
+class ConvForm(NamedTuple):
     """What multiplies the normalised state: y = length z, or SiLU(y) where it bends; z is of unit length."""
 
     length: float
     bends: bool
 
     @classmethod
-    def named(cls, name: str, width: int) -> Form:
+    def named(cls, name: str, width: int) -> ConvForm:
         """The form that a configuration's `conv_form` names, for `width` channels."""
         return cls(1.0 if name == "paper" else width**0.5, name != "authors")
 
 
-def plain(
+def plain_condition(
     projected: Float[Tensor, "b t three_c"],
     tokens: Tokens,
     hidden: Float[Tensor, "b c"] | None,
     norm: Callable[[Tensor], Tensor],
-    form: Form,
+    form: ConvForm,
     backend: str = "auto",
     bidirectional: bool = False,
 ) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
     """`conditioned` in the dtype of its inputs, by any norm; "triton": the decaying sum by a package's kernel."""
     decay, u, shortcut = projected.chunk(3, -1)
-    state = _scan(-F.softplus(decay), upcast(u), tokens, hidden, backend, bidirectional)  # a stream carries float32 on
+    state = _directed_scan(
+        -F.softplus(decay), upcast(u), tokens, hidden, backend, bidirectional
+    )  # a stream carries float32 on
     unit = F.normalize(F.softplus(upcast(shortcut)), dim=-1)  # in float16 all of a shut one could be 0
     shortcut = unit.to(shortcut.dtype) * form.length
     h = (F.silu(shortcut) if form.bends else shortcut) * norm(state.to(shortcut.dtype))
@@ -47,7 +49,7 @@ def plain(
     return h, state[:, -1].clone()
 
 
-def _scan(
+def _directed_scan(
     log_decay: Tensor, u: Tensor, tokens: Tokens, hidden: Tensor | None, backend: str, bidirectional: bool
 ) -> Tensor:
     if not bidirectional:

@@ -8,44 +8,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fem.ops.channel_scan import prefixes
+from fem.ops.channel_scan.channel_log_space import cell_step, channel_by_prefixes
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, beside, log, log_average
-from fem.ops.common.steps import along_time
 
 
-def by_prefixes(memory: Terms, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> tuple[Terms, Terms]:
+def ssm_by_prefixes(
+    memory: Terms, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta
+) -> tuple[Terms, Terms]:
     """What every token reads, (B, T, D), and the memory after the last, (B, N, D): cells are channels, side by side."""
     x, decay, log_c = _weights(delta, b, c, log_delta, log_b, log_c, opens, a)
     rank, side = len(a), lambda part: part.flatten(-2)
     values = [side(part.unsqueeze(-2).expand(*part.shape[:-1], rank, -1)) for part in (v, f)]
     start = Terms(*(side(part).unsqueeze(1) for part in memory))
-    cells, after = prefixes.by_prefixes(start, side(x), side(decay), *values, beta.repeat(rank))
+    cells, after = channel_by_prefixes(start, side(x), side(decay), *values, beta.repeat(rank))
     if skip is None:  # a token sees what stood before it
         cells = Terms(*(torch.cat([first, part[:, :-1]], 1) for first, part in zip(start, cells)))
         cells = cells._replace(log_weight=cells.log_weight + side(decay))
     apart = lambda part: part.unflatten(-1, (rank, part.shape[-1] // rank))  # noqa: E731
-    read = _seen(Terms(*map(apart, cells)), log_c, v, f, skip, beta)
+    read = _read_over_cells(Terms(*map(apart, cells)), log_c, v, f, skip, beta)
     return read, Terms(*(apart(part).squeeze(1) for part in after))
 
 
-def step(memory: Terms, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> tuple[Terms, Terms]:
-    """What one token reads, (B, D), and the memory after it."""
+def ssm_step(memory: Terms, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> tuple[Terms, Terms]:
+    """What one token reads, (B, 1, D), and the memory after it."""
     x, decay, log_c = _weights(delta, b, c, log_delta, log_b, log_c, opens, a)
-    after = prefixes.step(memory, x, decay, v.unsqueeze(1), f.unsqueeze(1), beta)
-    seen = memory._replace(log_weight=memory.log_weight + decay) if skip is None else after
-    return _seen(seen, log_c, v, f, skip, beta), after
-
-
-def by_steps(memory: Terms, *inputs: Tensor | None) -> tuple[Terms, Terms]:
-    """The scan, one `step` after another."""
-    *along, a, skip, beta = inputs
-
-    def token(before: list[Tensor], *tokens: Tensor | None):
-        read, after = step(Terms(*before), *tokens, a, skip, beta)
-        return list(after), list(read)
-
-    last, rows = along_time(token, list(memory), *along)
-    return Terms(*rows), Terms(*last)
+    after = cell_step(memory, x.squeeze(1), decay.squeeze(1), v, f, beta)
+    seen = memory._replace(log_weight=memory.log_weight + decay.squeeze(1)) if skip is None else after
+    return _read_over_cells(Terms(*(part.unsqueeze(1) for part in seen)), log_c, v, f, skip, beta), after
 
 
 def _weights(delta, b, c, log_delta, log_b, log_c, opens, a) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,7 +48,7 @@ def _weights(delta, b, c, log_delta, log_b, log_c, opens, a) -> tuple[Tensor, Te
     return x.clamp_min(LOG_ZERO), decay, log_c.unsqueeze(-1).clamp_min(LOG_ZERO)
 
 
-def _seen(cells: Terms, log_c: Tensor, v: Tensor, f: Tensor, skip: Tensor | None, beta: Tensor) -> Terms:
+def _read_over_cells(cells: Terms, log_c: Tensor, v: Tensor, f: Tensor, skip: Tensor | None, beta: Tensor) -> Terms:
     """The read over the cells, weighted c, and through the skip over the token itself once more."""
     scores, *items = cells._replace(log_weight=cells.log_weight + log_c)
     if skip is not None:
@@ -72,5 +61,5 @@ def _seen(cells: Terms, log_c: Tensor, v: Tensor, f: Tensor, skip: Tensor | None
     mean, free_energy = items
     mean = (beside(log_p, mean).exp() * mean).sum(-2, keepdim=True)
     free_energy = log_average(beside(log_p, free_energy), beta * free_energy, -2) / beta
-    of_channel = [torch.where(beside(seen, part), part, 0) for part in (mean, free_energy)]
-    return Terms(*(part.squeeze(-2) for part in (torch.where(seen, total, LOG_ZERO), *of_channel)))
+    read = [torch.where(beside(seen, part), part, 0) for part in (mean, free_energy)]
+    return Terms(*(part.squeeze(-2) for part in (torch.where(seen, total, LOG_ZERO), *read)))

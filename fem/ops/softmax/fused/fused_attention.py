@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 aten = torch.ops.aten
-WIDEST = 128  # columns: cuDNN's backward may refuse more
+CUDNN_WIDEST = 128  # columns: cuDNN's backward may refuse more
 
 
 def wishes() -> tuple:
@@ -50,12 +50,12 @@ def kernel_for(
     flash = key_width == width and can_use_flash_attention(call)
     if flash and wished[-1] is not None:
         return "flash"
-    if max(key_width, width) <= WIDEST and can_use_cudnn_attention(call):
+    if max(key_width, width) <= CUDNN_WIDEST and can_use_cudnn_attention(call):
         return "cudnn"
     return "flash" if flash else None
 
 
-def attend(
+def kernel_attention(
     q: Tensor, k: Tensor, values: Tensor, scale: float, causal: bool, kernel: str
 ) -> tuple[Float[Tensor, "b t h w"], Float[Tensor, "b h t"]]:
     """p @ values and log sum_i e^{s_i} in float32, of (B, T, H, .) queries over (B, T, H_kv, .) keys and values."""
@@ -69,7 +69,7 @@ def attend(
     return out.transpose(1, 2).contiguous(), lse.reshape(out.shape[:3]).contiguous()
 
 
-def attend_backward(
+def kernel_attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,

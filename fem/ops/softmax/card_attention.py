@@ -131,17 +131,18 @@ def block_mask(support: Support, queries: int, keys: int, device: torch.device):
     return BlockMask(seq_lengths=(queries, keys), **listed, BLOCK_SIZE=(_TILE, _TILE), mask_mod=sees)
 
 
-def fused(function: Callable, x: Tensor) -> Callable:
+def compiled_on_card(function: Callable, x: Tensor) -> Callable:
     """The function compiled, for eager calls on a GPU, where x is; as it is elsewhere and where the compiler fails."""
-    if not x.is_cuda or torch.compiler.is_compiling() or function in _UNFUSED:
+    if not x.is_cuda or torch.compiler.is_compiling() or function in _UNCOMPILED:
         return function
-    return functools.partial(_try_fused, function)
+    return functools.partial(_try_compiled, function)
 
 
-_UNFUSED: set[Callable] = set()
+_UNCOMPILED: set[Callable] = set()
 
 
-def _try_fused(function: Callable, *arguments):
+def _try_compiled(function: Callable, *arguments):
+    """The function compiled, or from its first failure on as it is, with one warning."""
     for x in torch.utils._pytree.tree_leaves(arguments):  # any number of rows and tokens; loops are fused over the rest
         for dim in range(2 if isinstance(x, Tensor) and x.ndim == 4 else 0):
             torch._dynamo.maybe_mark_dynamic(x, dim)
@@ -151,7 +152,7 @@ def _try_fused(function: Callable, *arguments):
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of whatever kind: without a compiler the functions run as they are
-        _UNFUSED.add(function)
+        _UNCOMPILED.add(function)
         warnings.warn(f"torch.compile fails here, so reads take more launches: {error}", stacklevel=2)
         return function(*arguments)
 

@@ -8,21 +8,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.channel_scan.naive import naive_channel_scan_read
-from fem.ops.channel_scan.prefixes import by_prefixes, by_steps, step
+from fem.ops.channel_scan.channel_log_space import channel_by_prefixes, channel_step
+from fem.ops.channel_scan.naive_channel_scan import naive_channel_scan_read
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype, largest_finite, without_autocast
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, connected_zeros
+from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, read_free
 from fem.ops.common.recurrence import recurrence
-from fem.ops.common.scan import ScanCall, read_free, read_pair, split_channels
+from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.steps import portable
 from fem.ops.common.sums import Sums, entering, leaving, shift_for
 from fem.ops.common.tokens import Tokens
-from fem.ops.common.transforms import differentiated, transformed
 
-ENTRIES = 2**16  # of a slab's values: intermediate results fit the CPU's cache
+SLAB_VALUES = 2**16  # of a slab's values: intermediate results fit the CPU's cache
 
 Heads = Float[Tensor, "b t h d"]
 
@@ -41,24 +39,27 @@ def channel_scan_read(
     state: the last token's log_weight, mean and free_energy, (B, H, d) each, in fp32 (float64 for float64).
     """
     if free_values is None:
-        return _read(log_weight, log_decay, v, *read_free(v, None, beta), call=call)
+        return _channel_read(log_weight, log_decay, v, *read_free(v, None, beta), call=call)
     x, a = (split_channels(part, (v.shape[-1], free_values.shape[-1])) for part in (log_weight, log_decay))
-    means = partial(_read, x[0], a[0], v, *read_free(v, None, None))
-    return read_pair([means, partial(_read, x[1], a[1], free_values[..., :0], free_values, beta)], v, free_values, call)
+    means = partial(_channel_read, x[0], a[0], v, *read_free(v, None, None))
+    return read_pair(
+        [means, partial(_channel_read, x[1], a[1], free_values[..., :0], free_values, beta)], v, free_values, call
+    )
 
 
-def _read(x, a, v, f, beta, *, call: ScanCall) -> Read | tuple[Read, dict[str, Tensor]]:
+def _channel_read(x, a, v, f, beta, *, call: ScanCall) -> Read | tuple[Read, dict[str, Tensor]]:
     """Of the d channels that v has, or f, or both."""
     backend = scan_backend(call.backend, v.device, compute_dtype(x, a, v, f))
     values = f if v.shape[-1] == 0 else v
     temperature = beta if beta.numel() else None
     if backend == "reference" and 0 not in v.shape[:2]:
         return by_definition(partial(naive_channel_scan_read, x, values, temperature, a), values.dtype, call)
-    terms, state = call.both_ways(partial(_one_way, kernels=backend == "triton"), (x, a, v, f), beta)
-    return call.result(terms, {name: part for name, part in state.items() if part.shape[-1]}, temperature, values.dtype)
+    terms, state = call.both_ways(partial(_channel_one_way, kernels=backend == "triton"), (x, a, v, f), beta)
+    state = {name: part for name, part in state.items() if part.shape[-1]}
+    return call.result(terms, state, beta, values.dtype, temperature)
 
 
-def _one_way(
+def _channel_one_way(
     x, a, v, f, beta, tokens: Tokens | None, state, present: bool, kernels: bool
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
@@ -66,33 +67,10 @@ def _one_way(
     x, a, v, f = (None if part is None else part.flatten(2).to(dtype) for part in (x, a, v, f))
     beta = beta.to(dtype).flatten()
     inputs = (*_weighed(x, a, v, f, tokens, present), beta)
-    memory = _memory(state, *inputs)
-    if 0 in v.shape[:2]:
-        zeros = partial(connected_zeros, v)
-        shapes = (inputs[0].shape, v.shape, f.shape)
-        terms, after = Terms(*(zeros(shape, *inputs, *memory) for shape in shapes)), memory
-    elif portable():
-        terms, after = by_steps(memory, *inputs)
-    elif v.shape[1] == 1 and not kernels and not differentiated(*inputs, *memory):
-        with without_autocast(v.device):
-            terms = after = step(memory, *inputs)
-    elif transformed(*inputs, *memory):
-        with without_autocast(v.device):
-            terms, after = by_prefixes(memory, *inputs)
-    else:
-        terms, after = SCAN(memory, kernels, *inputs)
-    by_heads = lambda part: part.unflatten(-1, (heads, -1))  # noqa: E731
-    after = after._replace(**{name: part.squeeze(1) for name, part in after._asdict().items()})
-    return Terms(*map(by_heads, terms)), {name: by_heads(part) for name, part in after._asdict().items()}
-
-
-def _memory(state: dict[str, Tensor] | None, x: Tensor, a: Tensor | None, v: Tensor, f: Tensor, beta) -> Terms:
-    """What each channel has kept, (B, 1, C), before the first token."""
-    cells = [part.new_zeros(v.shape[0], 1, part.shape[-1]) for part in (x, v, f)]
-    if state is None:
-        return Terms(cells[0] + LOG_ZERO, *cells[1:])
-    kept = [state.get(name) for name in Terms._fields]
-    return Terms(*(cell if part is None else part.flatten(1).unsqueeze(1) for cell, part in zip(cells, kept)))
+    cells = ((v.shape[0], 1, part.shape[-1]) for part in (inputs[0], v, f))
+    terms, after = CHANNEL_SCAN(memory_before(state, v, *cells), kernels, *inputs)
+    by_heads = lambda part: part.unflatten(-1, (heads, part.shape[-1] // heads))  # noqa: E731
+    return Terms(*map(by_heads, terms)), {name: by_heads(part.squeeze(1)) for name, part in after._asdict().items()}
 
 
 def _weighed(x, a, v, f, tokens: Tokens | None, present: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -111,16 +89,8 @@ def _weighed(x, a, v, f, tokens: Tokens | None, present: bool) -> tuple[Tensor, 
     return x, a, v, f
 
 
-def _slab(memory: Terms, kernels: int, x, a, v, f, beta) -> tuple[Terms, Terms, int] | None:
-    """What a slab reads, the memory after it, and how many free energies were computed again; None: see `SlabScan`."""
-    read = _by_sums(memory, kernels, x, a, v, f, beta)
-    if read is not None:
-        return read, Terms(*(part[:, -1:] for part in read)), 0
-    return None if kernels else (*by_prefixes(memory, x, a, v, f, beta), f.numel())
-
-
-def _by_sums(memory: Terms, kernels: int, x, a, v, f, beta) -> Terms | None:
-    """What every token reads, by sums of [v | e | 1]; None where it is in doubt. Waits for the device."""
+def _channel_slab(memory: Terms, kernels: int, x, a, v, f, beta) -> tuple[Terms, Terms, int] | None:
+    """What a slab reads, by sums of [v | e | 1], the memory after it, and 0 entries; None where it is in doubt."""
     there = x.detach() > NO_WEIGHT
     highest = torch.where(beside(there, f), f.detach(), -torch.inf).amax(1, keepdim=True)
     shift = shift_for(memory, highest, x.detach().amax(1, keepdim=True), beta, light=0.0)
@@ -135,17 +105,20 @@ def _by_sums(memory: Terms, kernels: int, x, a, v, f, beta) -> Terms | None:
         held = (memory.log_weight > NO_WEIGHT) | (there.cumsum(1) > 0)
         if bool((doubt & held).any()):
             return None
-    return read
+    return read, Terms(*(part[:, -1:] for part in read)), 0
 
 
-def _size(x, a, v, f, beta) -> int:
+def _channel_slab_size(x, a, v, f, beta) -> int:
     """Tokens of a slab; under a compiler a symbol."""
-    return torch.sym_max(16, ENTRIES // torch.sym_max(1, x.shape[0] * x.shape[2]))
+    return torch.sym_max(16, SLAB_VALUES // torch.sym_max(1, x.shape[0] * x.shape[2]))
 
 
-def _rough(x, a, v, f, beta) -> bool:
+def _heavy_log_weights(x, a, v, f, beta) -> bool:
     """Whether beta f is added to log-weights so large that the sum loses digits."""
-    return bool(f.shape[-1]) and bool(largest_finite(torch.where(x > NO_WEIGHT, x, 0)) > LARGEST_LOG_WEIGHT)
+    return bool(f.shape[-1]) and bool(torch.where(x > NO_WEIGHT, x, 0).abs().amax() > LARGEST_LOG_WEIGHT)
 
 
-SCAN = SlabScan("channel_scan", ("x", "a", "v", "f"), ("beta",), _slab, by_prefixes, _size, _rough)
+CHANNEL_SCAN = SlabScan(
+    "channel_scan", ("x", "a", "v", "f"), ("beta",), _channel_slab, channel_step, _channel_slab_size,
+    _heavy_log_weights, channel_by_prefixes,
+)  # fmt: skip

@@ -10,7 +10,8 @@ in every call, and a program ends at once where none of its flags is up.
 import triton
 import triton.language as tl
 
-from fem.ops.softmax.fused.kernels import is_doubtful, load_scheme, logarithm, softplus
+from fem.ops.common.triton_math import logarithm, softplus
+from fem.ops.softmax.fused.elementwise_kernels import is_doubtful, load_scheme
 
 
 @triton.jit
@@ -127,7 +128,7 @@ def doubtful_queries_backward_kernel(
         SOURCE: tl.constexpr = FREE if SHARED else MEAN + FREE
         FREE_AT: tl.constexpr = 0 if SHARED else MEAN
         _shift, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
-        of_beta = tl.zeros((CHANNELS,), tl.float32)
+        beta_sum = tl.zeros((CHANNELS,), tl.float32)
         for row in range(first * TILE, min((first + FLAGS) * TILE, time)):
             token, query, lse_row, doubtful = load_row(
                 q, lse, out, narrow, there, batch, head, row, time, heads, q_row, KEY, MEAN, FREE, wide, channel
@@ -136,7 +137,7 @@ def doubtful_queries_backward_kernel(
                 at = (token * heads + head) * FREE + channel
                 free_energy = tl.load(exact + at, doubtful, other=0.0).to(tl.float32)
                 d_row = tl.load(d_free + at, doubtful, other=0.0).to(tl.float32)
-                of_q, tilt = tl.zeros((WIDE,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
+                q_sum, tilt = tl.zeros((WIDE,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
                 for start in range(0, row + 1 if CAUSAL else time, KEYS):
                     key = start + tl.arange(0, KEYS)
                     keys, f, _, _, _ = load_keys(
@@ -144,15 +145,15 @@ def doubtful_queries_backward_kernel(
                     )
                     log_p = log_probability(query, keys, lse_row, row, key, time, scale, CAUSAL)
                     w, d_s = weights(log_p, f, free_energy, d_row, rate, doubtful)
-                    of_q += tl.sum(d_s[:, None] * keys, 0)
+                    q_sum += tl.sum(d_s[:, None] * keys, 0)
                     tilt += tl.sum(w * (f - free_energy[None]), 0)
                 to = d_q + token * d_q_row + head * KEY + wide
                 before = tl.load(to, wide < KEY, other=0.0).to(tl.float32)
-                tl.store(to, before + scale * of_q, wide < KEY)
-                of_beta += d_row / rate * tilt
+                tl.store(to, before + scale * q_sum, wide < KEY)
+                beta_sum += d_row / rate * tilt
         FREE_ROW: tl.constexpr = heads * FREE
         to = d_beta + (batch * tiles + first) * FREE_ROW + head * FREE + channel
-        tl.store(to, tl.load(to, there, other=0.0) + of_beta, there)
+        tl.store(to, tl.load(to, there, other=0.0) + beta_sum, there)
 
 
 @triton.jit
@@ -177,7 +178,7 @@ def doubtful_keys_backward_kernel(
             keys, f, key_token, keys_in, f_in = load_keys(
                 k, v, there, batch, key, time, kv_head, k_row, v_row, KEY, SOURCE, FREE_AT, wide, channel
             )
-            of_k, of_f = tl.zeros((KEYS, WIDE), tl.float32), tl.zeros((KEYS, CHANNELS), tl.float32)
+            k_sum, f_sum = tl.zeros((KEYS, WIDE), tl.float32), tl.zeros((KEYS, CHANNELS), tl.float32)
             for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
                 for tile in range(block * KEYS // TILE if CAUSAL else 0, tiles):
                     if tl.load(flags + (batch * heads + head) * tiles + tile) != 0:
@@ -192,9 +193,9 @@ def doubtful_keys_backward_kernel(
                                 d_row = tl.load(d_free + at, doubtful, other=0.0).to(tl.float32)
                                 log_p = log_probability(query, keys, lse_row, row, key, time, scale, CAUSAL)
                                 w, d_s = weights(log_p, f, free_energy, d_row, rate, doubtful)
-                                of_k += d_s[:, None] * query[None]
-                                of_f += d_row[None] * w
+                                k_sum += d_s[:, None] * query[None]
+                                f_sum += d_row[None] * w
             to_k = d_k + key_token * d_k_row + kv_head * KEY + wide[None]
-            tl.store(to_k, tl.load(to_k, keys_in, other=0.0).to(tl.float32) + scale * of_k, keys_in)
+            tl.store(to_k, tl.load(to_k, keys_in, other=0.0).to(tl.float32) + scale * k_sum, keys_in)
             to_v = d_v + key_token * d_v_row + kv_head * SOURCE + FREE_AT + channel[None]
-            tl.store(to_v, tl.load(to_v, f_in, other=0.0).to(tl.float32) + of_f, f_in)
+            tl.store(to_v, tl.load(to_v, f_in, other=0.0).to(tl.float32) + f_sum, f_in)

@@ -14,15 +14,15 @@ from fem.ops.common.operator import operator
 from fem.ops.common.steps import exporting
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import again_differentiable, transformed
-from fem.ops.conditioner.plain import Form, plain
+from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 
-WIDEST = 256  # channels, which a program holds at once
+MOST_CHANNELS = 256  # channels, which a program holds at once
 NUMBERS = 2048  # of a tile in a program's registers: tokens times channels, at most
 PROGRAMS = 1024  # enough for a card: chunks are of more tiles where rows are longer
 FEWEST, MOST = 64, 256  # chunks of a row, each of which adds up what all before it end with
 WARPS = 4  # measured on an H100: 58 us a train step of the four, 87 with 8, 68 with 2
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_OURS = (Tensor, nn.Parameter)  # no subclass, such as a part of a tensor that devices share
+_PLAIN_TYPES = (Tensor, nn.Parameter)  # no subclass, such as a part of a tensor that devices share
 
 
 def fits(backend: str, norm: nn.Module, projected: Tensor, hidden: Tensor | None) -> bool:
@@ -39,23 +39,23 @@ def fits(backend: str, norm: nn.Module, projected: Tensor, hidden: Tensor | None
     tensors = [x for x in (projected, norm.weight, norm.bias, hidden) if x is not None]
     return (
         len(tensors) >= 3
-        and all(type(x) in _OURS and x.dtype in _DTYPES for x in tensors)
-        and projected.shape[-1] <= 3 * WIDEST
+        and all(type(x) in _PLAIN_TYPES and x.dtype in _DTYPES for x in tensors)
+        and projected.shape[-1] <= 3 * MOST_CHANNELS
         and projected.numel() > 0
         and not (exporting() or transformed(*tensors))
     )
 
 
-def fused(
-    projected: Tensor, tokens: Tokens, hidden: Tensor | None, norm: nn.LayerNorm, dtype: torch.dtype, form: Form
+def fused_condition(
+    projected: Tensor, tokens: Tokens, hidden: Tensor | None, norm: nn.LayerNorm, dtype: torch.dtype, form: ConvForm
 ) -> tuple[Tensor, Tensor]:
-    """`plain` by the kernels, h in dtype."""
-    of_norm = norm.weight, norm.bias
-    h, last, _ = _condition(projected, *of_norm, tokens.keep, tokens.start, hidden, norm.eps, dtype, *form)
+    """`plain_condition` by the kernels, h in dtype."""
+    affine = norm.weight, norm.bias
+    h, last, _ = _condition(projected, *affine, tokens.keep, tokens.start, hidden, norm.eps, dtype, *form)
     return h, last
 
 
-class Sizes:
+class ChunkSizes:
     """Tiles of a row of tokens, and chunks of tiles: one for every program."""
 
     def __init__(self, projected: Tensor):
@@ -84,16 +84,17 @@ def tile_rows(width: int) -> int:
     waits=False,
 )
 def _condition(projected, weight, bias, keep, start, hidden, eps, dtype, length, bends):
-    from fem.ops.conditioner import kernels
+    """h, the last state, and the state at the start of every tile, by one or two kernels."""
+    from fem.ops.conditioner import conditioner_kernels as kernels
 
     projected, keep, start, hidden = _contiguous(projected, keep, start, hidden)
-    sizes = Sizes(projected)
+    sizes = ChunkSizes(projected)
     out, last, starts = _outputs(projected, weight, bias, keep, start, hidden, eps, dtype, length, bends)
     summaries = last.new_empty(sizes.batch, sizes.chunks, 2, sizes.width)
     with on(projected.device):
         if sizes.chunks > 1:
-            kernels._sum_chunks[sizes.grid](projected, keep, start, summaries, *sizes.count, **sizes.shape)
-        kernels._condition[sizes.grid](
+            kernels.sum_chunks_kernel[sizes.grid](projected, keep, start, summaries, *sizes.count, **sizes.shape)
+        kernels.condition_kernel[sizes.grid](
             projected, weight, bias, keep, start, hidden, summaries, out, last, starts, *sizes.count, eps,
             length=length, bends=bends, **sizes.ends, **sizes.shape,
         )  # fmt: skip
@@ -114,22 +115,23 @@ def _outputs(projected, weight, bias, keep, start, hidden, eps, dtype, length, b
     waits=False,
 )
 def _condition_backward(grad, d_last, projected, weight, bias, keep, start, starts, eps, length, bends):
-    from fem.ops.conditioner import kernels
+    """Gradients of the projections, of the norm, and of the state before the first token, by two kernels."""
+    from fem.ops.conditioner import conditioner_kernels as kernels
 
     projected, keep, start, d_last = _contiguous(projected, keep, start, d_last)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    sizes = Sizes(projected)
+    sizes = ChunkSizes(projected)
     d_projected = torch.empty_like(projected)
     d_state = starts.new_empty(grad.shape)
     d_hidden = starts.new_empty(sizes.batch, sizes.width)
     summaries, parts = starts.new_empty(2, *sizes.grid, 2, sizes.width)
     strides = grad.stride()[:2]
     with on(projected.device):
-        kernels._condition_backward[sizes.grid](
+        kernels.condition_backward_kernel[sizes.grid](
             grad, projected, weight, bias, keep, start, starts, d_state, d_projected, summaries, parts, *sizes.count,
             *strides, eps, length=length, bends=bends, **sizes.shape,
         )  # fmt: skip
-        kernels._scan_backward[sizes.grid](
+        kernels.state_backward_kernel[sizes.grid](
             projected, keep, start, starts, d_state, d_last, summaries, d_projected, d_hidden, *sizes.count,
             **sizes.ends, **sizes.shape,
         )  # fmt: skip
@@ -147,32 +149,35 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _save(ctx, inputs, output):
+def _save_condition(ctx, inputs, output):
     ctx.eps, ctx.dtype, *ctx.form = inputs[6:]
     ctx.save_for_backward(*inputs[:6], output[2])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, grad, d_last, _):
+def _differentiate_condition(ctx, grad, d_last, _):
+    """First derivatives by the kernels, further ones by the plain form."""
     *tensors, starts = ctx.saved_tensors
     projected, weight, bias, keep, start, hidden = tensors
     if torch.is_grad_enabled():
 
         def by_torch(projected, weight, bias, hidden):
             norm = lambda x: F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), ctx.eps)  # noqa: E731
-            h, last = plain(projected, Tokens(keep, start, None, None), hidden, norm, Form(*ctx.form), "plain")
+            h, last = plain_condition(
+                projected, Tokens(keep, start, None, None), hidden, norm, ConvForm(*ctx.form), "plain"
+            )
             return h.to(ctx.dtype), last
 
-        *of_norm, d_hidden = again_differentiable(by_torch, (projected, weight, bias, hidden), (grad, d_last))
-        return *of_norm, None, None, d_hidden, None, None, None, None
+        *d_inputs, d_hidden = again_differentiable(by_torch, (projected, weight, bias, hidden), (grad, d_last))
+        return *d_inputs, None, None, d_hidden, None, None, None, None
     if grad is None:
         grad = projected.new_zeros((*projected.shape[:2], len(weight)), dtype=ctx.dtype)
-    d_projected, of_norm, d_hidden = _condition_backward(
+    d_projected, d_affine, d_hidden = _condition_backward(
         grad, d_last, projected, weight, bias, keep, start, starts, ctx.eps, *ctx.form
     )
-    d_weight, d_bias = of_norm.to(weight.dtype).unbind()
+    d_weight, d_bias = d_affine.to(weight.dtype).unbind()
     d_hidden = None if hidden is None else d_hidden.to(hidden.dtype)
     return d_projected, d_weight, d_bias, None, None, d_hidden, None, None, None, None
 
 
-_condition.register_autograd(_differentiate, setup_context=_save)
+_condition.register_autograd(_differentiate_condition, setup_context=_save_condition)

@@ -11,19 +11,17 @@ from torch import Tensor
 
 from fem.ops.common.backend import found, scan_backend
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import compute_dtype, without_autocast
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, connected_zeros, log
-from fem.ops.common.scan import ScanCall, read_free, read_pair, split_channels
+from fem.ops.common.precision import compute_dtype
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, log, read_free
+from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.steps import portable
 from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for
 from fem.ops.common.tokens import filled
-from fem.ops.common.transforms import differentiated, transformed
-from fem.ops.ssm.cells import by_prefixes, by_steps, step
-from fem.ops.ssm.naive import naive_ssm_read
+from fem.ops.ssm.naive_ssm import naive_ssm_read
+from fem.ops.ssm.ssm_log_space import ssm_by_prefixes, ssm_step
 from fem.ops.ssm.state_scan import state_scan
 
-ENTRIES = 2**20  # of a slab's states, between borders that training keeps
+SLAB_STATES = 2**20  # of a slab's states, between borders that training keeps
 MOST_STATES = 256  # of a channel, which kernels take
 LEAST_SHIFT = -25.0  # of a row: rows below e^-60 of it are in doubt, before the gradient of D overflows
 OURS, STATELESS = 1, 2  # by our kernel; by any, as no state goes on
@@ -51,52 +49,46 @@ def ssm_read(
     Training keeps the states at the borders of slabs and computes the others again: memory O(T d_v), not O(T d_v N).
     """
     if free_values is None:
-        return _read(delta, A, B, C, D, v, *read_free(v, None, beta), logs, call=call)
+        return _ssm_read(delta, A, B, C, D, v, *read_free(v, None, beta), logs, call=call)
     widths = v.shape[-1], free_values.shape[-1]
     delta, D, log_delta = (split_channels(x, widths) for x in (delta, D, None if logs is None else logs[0]))
     A = split_channels(A, widths, 1)
     values = (v, *read_free(v, None, None)), (free_values[..., :0], free_values, beta)
     reads = [
-        partial(_read, delta[n], A[n], B, C, D[n], *values[n], None if logs is None else (log_delta[n], *logs[1:]))
+        partial(_ssm_read, delta[n], A[n], B, C, D[n], *values[n], None if logs is None else (log_delta[n], *logs[1:]))
         for n in range(2)
     ]
     return read_pair(reads, v, free_values, call)
 
 
-def _read(delta, A, B, C, D, v, f, beta, logs, *, call: ScanCall) -> Read | tuple[Read, dict[str, Tensor]]:
+def _ssm_read(delta, A, B, C, D, v, f, beta, logs, *, call: ScanCall) -> Read | tuple[Read, dict[str, Tensor]]:
     """Of the d channels that v has, or f, or both."""
     values = f if v.shape[-1] == 0 else v
     temperature = beta if beta.numel() else None
     if call.backend == "reference" and 0 not in v.shape[:2]:
         return by_definition(partial(naive_ssm_read, delta, A, B, C, D, values, temperature), values.dtype, call)
-    terms, state = _terms(delta, A, B, C, D, v, f, beta, logs, call)
-    return call.result(terms, state, temperature, values.dtype)
+    terms, state = ssm_terms(delta, A, B, C, D, v, f, beta, logs, call)
+    return call.result(terms, state, beta, values.dtype, temperature)
 
 
-def ssm_terms(delta, A, B, C, D, v, beta, logs, call: ScanCall) -> tuple[Terms, dict[str, Tensor] | None]:
-    """`ssm_read` as normalised terms with the logarithm of their total weight, and the state, if wanted."""
-    terms, state = _terms(delta, A, B, C, D, v, *read_free(v, None, beta), logs, call)
-    return terms._replace(free_energy=None) if beta is None else terms, state
-
-
-def _terms(delta, A, B, C, D, v, f, beta, logs, call: ScanCall) -> tuple[Terms, dict[str, Tensor] | None]:
+def ssm_terms(delta, A, B, C, D, v, f, beta, logs, call: ScanCall) -> tuple[Terms, dict[str, Tensor]]:
+    """`ssm_read` as normalised terms with the logarithm of their total weight, and the state."""
     backend = scan_backend(call.backend, v.device, compute_dtype(delta, A, B, C, D, v, f), "triton")
     kernels = OURS if backend == "triton" and A.shape[-1] <= MOST_STATES else 0
     if kernels and call.initial_state is None and not call.return_state:
         kernels = STATELESS
     along = (delta, B, C, *(logs or (None, None, None)), v, f)
-    terms, state = call.both_ways(partial(_one_way, A, D, kernels), along, beta)
-    state = {name: part for name, part in state.items() if part.shape[-1]} if call.return_state else None
-    return terms, state
+    terms, state = call.both_ways(partial(_ssm_one_way, A, D, kernels), along, beta)
+    return terms, {name: part for name, part in state.items() if part.shape[-1]}
 
 
-def _one_way(A, D, kernels: int, delta, B, C, log_delta, log_b, log_c, v, f, beta, tokens, state, present: bool):
+def _ssm_one_way(A, D, kernels: int, delta, B, C, log_delta, log_b, log_c, v, f, beta, tokens, state, present: bool):
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     heads, dtype = v.shape[2], compute_dtype(delta, A, B, C, D, v, f)
     flat = lambda x: None if x is None else x.flatten(2).to(dtype)  # noqa: E731
     delta, v, f, log_delta = map(flat, (delta, v, f, log_delta))
     B, C, log_b, log_c = (None if x is None else x.to(dtype) for x in (B, C, log_b, log_c))
-    keep = None if tokens is None or tokens.keep is None or 0 in v.shape[:2] else tokens.keep.unsqueeze(-1)
+    keep = None if tokens is None or tokens.keep is None else tokens.keep.unsqueeze(-1)
     if keep is not None:  # masked tokens weigh and decay nothing
         delta, B, C = (torch.where(keep, x, 0) for x in (delta, B, C))
         log_delta, log_b, log_c = (
@@ -108,49 +100,19 @@ def _one_way(A, D, kernels: int, delta, B, C, log_delta, log_b, log_c, v, f, bet
     opens = None if tokens is None else tokens.start
     a, D, beta = A.to(dtype).flatten(0, 1).T.contiguous(), D.to(dtype).flatten() if present else None, beta.to(dtype)
     inputs = (delta, B, C, log_delta, log_b, log_c, opens, v, f, a, D, beta.flatten())
-    memory = _memory(state, *inputs)
-    if 0 in v.shape[:2]:
-        given = [x for x in inputs if x is not opens]
-        zeros = partial(connected_zeros, v)
-        terms, after = Terms(*(zeros(x.shape, *given, *memory) for x in (delta, v, f))), memory
-    elif portable():
-        terms, after = by_steps(memory, *inputs)
-    elif v.shape[1] == 1 and not kernels and not differentiated(*inputs, *memory):
-        with without_autocast(v.device):
-            terms, after = step(memory, *(None if x is None else x.squeeze(1) for x in inputs[:9]), *inputs[9:])
-        terms = Terms(*(part.unsqueeze(1) for part in terms))
-    elif transformed(*inputs, *memory):
-        with without_autocast(v.device):
-            terms, after = by_prefixes(memory, *inputs)
-    else:
-        terms, after = SCAN(memory, kernels if present else 0, *inputs)
+    cells = ((v.shape[0], len(a), x.shape[-1]) for x in (delta, v, f))
+    terms, after = SSM_SCAN(memory_before(state, v, *cells), kernels if present else 0, *inputs)
     if keep is not None:  # a masked token does not even see itself through D
         terms = Terms(*(torch.where(keep, x, nothing) for x, nothing in zip(terms, (LOG_ZERO, 0, 0))))
     by_heads = lambda x: x.unflatten(-1, (heads, x.shape[-1] // heads))  # noqa: E731
     return Terms(*map(by_heads, terms)), {name: by_heads(x) for name, x in after._asdict().items()}
 
 
-def _memory(state, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> Terms:
-    """What each state has kept, (B, N, D), before the first token."""
-    cells = [x.new_zeros(v.shape[0], a.shape[0], x.shape[-1]) for x in (delta, v, f)]
-    if state is None:
-        return Terms(cells[0] + LOG_ZERO, *cells[1:])
-    kept = [state.get(name) for name in Terms._fields]
-    return Terms(*(cell if x is None else x.flatten(2) for cell, x in zip(cells, kept)))
-
-
-def _slab(memory: Terms, kernels: int, *inputs: Tensor | None) -> tuple[Terms, Terms, int] | None:
-    """What a slab reads, the memory after it, and how many free energies were computed again; None: see `SlabScan`."""
-    found = _by_sums(memory, kernels, *inputs)
-    if found is not None:
-        return *found, 0
-    return None if kernels else (*by_prefixes(memory, *inputs), inputs[8].numel())
-
-
-def _by_sums(
+def _ssm_slab(
     memory: Terms, kernels: int, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta
-) -> tuple[Terms, Terms] | None:
-    """By sums of [v | e | 1] in every state; None where they are in doubt. Waits for the device."""
+) -> tuple[Terms, Terms, int] | None:
+    """What a slab reads, by sums of [v | e | 1] in every state, the memory after it, and 0 entries; None where it is in
+    doubt. Waits for the device."""
     (into, heaviest), (out, most) = _scaled(b, log_b), _scaled(c, log_c)
     heights = (log(delta) if log_delta is None else log_delta).detach() + heaviest
     highest = f.detach().amax(1, keepdim=True)
@@ -188,7 +150,7 @@ def _by_sums(
         entered = (into > 0).any(1).unsqueeze(-1) & (weight > 0).any(1, keepdim=True)
         if bool((lost & ((memory.log_weight > NO_WEIGHT) | entered)).any()):
             return None
-    return read, after
+    return read, after, 0
 
 
 def _scaled(x: Tensor | None, log_x: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -205,7 +167,7 @@ def _scaled(x: Tensor | None, log_x: Tensor | None) -> tuple[Tensor, Tensor]:
     return (log_x - most).exp(), most
 
 
-def kernel(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def mamba_kernel(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """y_t = sum_n c_tn h_tn, h_tn = e^{delta_t a_n} h_{t-1,n} + delta_t b_tn u_t, for u, delta, y (B, D, T), a (D, N),
     b and c (B, N, T), by mamba-ssm."""
     from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
@@ -219,17 +181,15 @@ def _by_mamba(items: Tensor, delta: Tensor, weight: Tensor, a: Tensor, b: Tensor
     time_last = lambda x: x.transpose(1, 2).contiguous()  # noqa: E731
     steps = delta.repeat(1, 1, streams)
     u = torch.where(steps > 0, items / torch.where(steps > 0, steps, 1), 0)
-    return time_last(kernel(*map(time_last, (u, steps)), a.T.repeat(streams, 1), *map(time_last, (b, c))))
+    return time_last(mamba_kernel(*map(time_last, (u, steps)), a.T.repeat(streams, 1), *map(time_last, (b, c))))
 
 
-def _size(delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> int:
+def _ssm_slab_size(delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> int:
     """Tokens of a slab; under a compiler a symbol."""
-    return torch.sym_max(16, ENTRIES // torch.sym_max(1, delta.shape[0] * a.shape[0] * a.shape[1]))
-
-
-def _rough(*inputs) -> bool:
-    return False
+    return torch.sym_max(16, SLAB_STATES // torch.sym_max(1, delta.shape[0] * a.shape[0] * a.shape[1]))
 
 
 ALONG = ("delta", "b", "c", "log_delta", "log_b", "log_c", "opens", "v", "f")
-SCAN = SlabScan("ssm_scan", ALONG, ("a", "skip", "beta"), _slab, by_prefixes, _size, _rough)
+SSM_SCAN = SlabScan(
+    "ssm_scan", ALONG, ("a", "skip", "beta"), _ssm_slab, ssm_step, _ssm_slab_size, exact=ssm_by_prefixes
+)

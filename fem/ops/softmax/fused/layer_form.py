@@ -11,7 +11,7 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-NUMBERS = 1024  # of a tile, 8 for each of 128 threads
+TILE_NUMBERS = 1024  # of a tile, 8 for each of 128 threads
 SPANS = 8  # programs that share the flags of a head
 KEYS = 64  # a block of keys of the kernels of doubt
 
@@ -93,6 +93,7 @@ class Sizes(NamedTuple):
 
 @functools.lru_cache(1024)
 def sizes_of(form: Form, batch: int, time: int) -> Sizes:
+    """The grids and sizes with which the kernels of one call are launched."""
     power = triton.next_power_of_2
     columns = power(form.width)
     rows = rows_of_tile(form)
@@ -117,7 +118,7 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
 
 def rows_of_tile(form: Form) -> int:
     """Tokens of a tile."""
-    return max(1, NUMBERS // triton.next_power_of_2(form.width))
+    return max(1, TILE_NUMBERS // triton.next_power_of_2(form.width))
 
 
 def _linear(z: Float[Tensor, "n r"], weight: Float[Tensor, "w r"], bias: Float[Tensor, " w"] | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import found, softmax_backend
 from fem.ops.common.precision import without_autocast
-from fem.ops.common.read import Read, connected_zeros
+from fem.ops.common.read import Read, connected_zeros, read_free, rounded
 from fem.ops.common.steps import exporting
 from fem.ops.common.tokens import Tokens
 from fem.ops.common.transforms import differentiated, transformed
@@ -45,10 +45,10 @@ def softmax_read(
     dtype = torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype))
     backend = softmax_backend(backend, q.device, dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    f, rates = second_width(v, free_values, beta, k.shape[2])
+    f, rates = read_free(v, free_values, beta)
     if q.shape[0] * q.shape[1] * k.shape[1] == 0:
-        zeros = [connected_zeros(x.to(dtype), (*q.shape[:3], x.shape[3]), q, k, v, f, rates, bias) for x in (v, f)]
-        return Read(zeros[0], None if beta is None else zeros[1])
+        zeros = (connected_zeros(x.to(dtype), (*q.shape[:3], x.shape[3]), q, k, v, f, rates, bias) for x in (v, f))
+        return rounded(Read(*zeros), dtype, beta)
     shared = f is v
     q, k, v, *f = (x.to(dtype) for x in ((q, k, v) if shared else (q, k, v, f)))
     rules = support(q.shape[1], k.shape[1], q.device, causal, scale, window, bias, tokens)
@@ -94,18 +94,6 @@ def without_masked(x: Float[Tensor, "b t h d"], keep: Bool[Tensor, "b t"]) -> Fl
     return torch.where(hidden, x.gather(1, first), x)
 
 
-def second_width(v: Tensor, free_values: Tensor | None, beta: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    """The values whose free energy is read, and its temperatures; attention is a pair of which the second is empty."""
-    if beta is None:
-        return v[..., :0], v.new_empty(heads, 0)
-    return v if free_values is None else free_values, beta
-
-
 def mask_of_one(rules: Support, keys: Float[Tensor, "b t h d"]) -> Float[Tensor, "#b #hq t"] | None:
     """What is added to the scores of one query; None: nothing."""
     return rules.mask(1, keys.shape[1], keys.device, -torch.inf)[:, :, 0] if rules.restricted else None
-
-
-def rounded(read: Read, dtype: torch.dtype, beta: Tensor | None) -> Read:
-    """The read in a dtype; it has no free energy without a beta."""
-    return Read(read.mean.to(dtype), None if beta is None else read.free_energy.to(dtype))

@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.ops.common.tokens import Tokens
-from fem.ops.conditioner.fused import fits, fused
-from fem.ops.conditioner.plain import Form, plain
+from fem.ops.conditioner.fused_conditioner import fits, fused_condition
+from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 
 
 def conditioned(
@@ -17,7 +17,7 @@ def conditioned(
     hidden: Float[Tensor, "b c"] | None,
     norm: nn.Module,
     dtype: torch.dtype,
-    form: Form,
+    form: ConvForm,
     backend: str = "auto",
     bidirectional: bool = False,
 ) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
@@ -28,7 +28,7 @@ def conditioned(
     Bidirectional: half of the channels run backwards in time.
     """
     if not bidirectional and fits(backend, norm, projected, hidden):
-        return fused(projected, tokens, hidden, norm, dtype, form)
+        return fused_condition(projected, tokens, hidden, norm, dtype, form)
     backend = "triton" if backend == "triton" else "auto"
-    h, last = plain(projected, tokens, hidden, norm, form, backend, bidirectional)
+    h, last = plain_condition(projected, tokens, hidden, norm, form, backend, bidirectional)
     return h.to(dtype), last

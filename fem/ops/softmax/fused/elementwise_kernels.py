@@ -12,45 +12,14 @@ q, k, v and the gates' logits may be columns of one wide tensor. The first MEAN 
 last FREE are e. SHARED: each channel reads both, so f is v; else v and f are columns of one tensor, [v | f].
 """
 
-import os
-
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import libdevice
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from fem.ops.common.triton_math import exp_minus_1, log_1_plus, logarithm, softplus
+
 LEAST_PROVEN = tl.constexpr(8.75651076269652e-27)  # e^-60
 LOG_2 = tl.constexpr(0.6931471805599453)
 NO_FRACTION = tl.constexpr(8388608.0)  # 2^23: float32 has no fractions from here on
-
-
-@triton.jit
-def exp_minus_1(z):
-    """exp(z) - 1 for z in [-1, 0], by its series, to float32's rounding."""
-    total = 1.0 + z * (1 / 11)
-    for n in tl.static_range(9):
-        total = 1.0 + z * total / (10 - n)
-    return z * total
-
-
-@triton.jit
-def logarithm(x):
-    """log x by the card's own instruction, whose error is 2^-22 near 1; Triton's takes twenty times as many."""
-    if INTERPRETED:
-        return tl.log(x)
-    return libdevice.fast_logf(x)
-
-
-@triton.jit
-def log_1_plus(x, rounded):
-    """log(1 + x), given `rounded`, the logarithm of the rounded 1 + x: near 0 by its series."""
-    return tl.where(tl.abs(x) < 0.01, x * (1.0 - x * (0.5 - x * (1 / 3 - x * 0.25))), rounded)
-
-
-@triton.jit
-def softplus(a):
-    z = tl.exp(-tl.abs(a))
-    return tl.maximum(a, 0.0) + log_1_plus(z, logarithm(1.0 + z))
 
 
 @triton.jit
@@ -164,8 +133,8 @@ def pack_kernel(
         x = tl.load(source, inside, other=0.0)
         tl.store(packed, x, inside)
     else:
-        of_mean = (row < time)[:, None] & (channel < MEAN)[None]
-        tl.store(packed, tl.load(source, of_mean, other=0.0), of_mean)
+        in_mean = (row < time)[:, None] & (channel < MEAN)[None]
+        tl.store(packed, tl.load(source, in_mean, other=0.0), in_mean)
         x = tl.load(source + MEAN, inside, other=0.0)
     z = (x.to(tl.float32) - shift[None]) * rate[None]
     e = tl.where(narrow[None], exp_minus_1(tl.where(narrow[None], z, 0.0)), tl.exp(z))
@@ -194,14 +163,14 @@ def pack_backward_kernel(
         d_f *= tl.exp(x * rate[None])
         tl.store(d_v + target, tl.load(packed, inside, other=0.0).to(tl.float32) + rate[None] * d_f, inside)
     else:
-        of_mean = (row < time)[:, None] & (channel < MEAN)[None]
-        tl.store(d_v + target, tl.load(packed, of_mean, other=0.0), of_mean)
+        in_mean = (row < time)[:, None] & (channel < MEAN)[None]
+        tl.store(d_v + target, tl.load(packed, in_mean, other=0.0), in_mean)
         x = tl.load(v + source + MEAN, inside, other=0.0).to(tl.float32) - shift[None]
         d_f *= tl.exp(x * rate[None])
         tl.store(d_v + target + MEAN, rate[None] * d_f, inside)
-    of_beta = tl.sum(tl.where(inside, d_f * x, 0.0), 0)
+    beta_part = tl.sum(tl.where(inside, d_f * x, 0.0), 0)
     at = (batch * tl.num_programs(1) + tile) * heads * FREE + head * FREE + channel
-    tl.store(d_beta + at, of_beta, there)
+    tl.store(d_beta + at, beta_part, there)
 
 
 @triton.jit
@@ -225,8 +194,8 @@ def mix_kernel(
         channel = column if SHARED else column - MEAN
         there = (channel >= 0) & (channel < FREE)
         shift, narrow, rate = load_scheme(scheme, beta, batch, head // GROUP, heads // GROUP, FREE, channel, there)
-        of_free = (row < time)[:, None] & there[None]
-        total = tl.load(summed + MEAN, of_free, other=1.0).to(tl.float32) if SHARED else tl.where(of_free, u, 1.0)
+        in_free = (row < time)[:, None] & there[None]
+        total = tl.load(summed + MEAN, in_free, other=1.0).to(tl.float32) if SHARED else tl.where(in_free, u, 1.0)
         doubtful = is_doubtful(total, narrow[None])
         lift, _ = level(total, narrow[None], doubtful)
         free_energy = shift[None] + lift / rate[None]
@@ -234,7 +203,7 @@ def mix_kernel(
             logit = tl.load(inner + token * inner_row + head * width + column[None], inside, other=0.0)
             u += tl.sigmoid(logit.to(tl.float32)) * (free_energy - u)
         else:
-            u = tl.where(of_free, free_energy, u)
+            u = tl.where(in_free, free_energy, u)
         flag = flags + (batch * heads + head) * tl.num_programs(1) + tile
         tl.store(flag, tl.max(doubtful.to(tl.int32)))
     if GATED:
@@ -267,15 +236,15 @@ def mix_backward_kernel(
         channel = column if SHARED else column - MEAN
         there = (channel >= 0) & (channel < FREE)
         shift, narrow, rate = load_scheme(scheme, beta, batch, head // GROUP, heads // GROUP, FREE, channel, there)
-        of_free = (row < time)[:, None] & there[None]
-        total = tl.load(out + summed + MEAN, of_free, other=1.0).to(tl.float32) if SHARED else tl.where(of_free, u, 1.0)
+        in_free = (row < time)[:, None] & there[None]
+        total = tl.load(out + summed + MEAN, in_free, other=1.0).to(tl.float32) if SHARED else tl.where(in_free, u, 1.0)
         doubtful = is_doubtful(total, narrow[None])
         lift, slope = level(total, narrow[None], doubtful)
         free_energy = shift[None] + lift / rate[None]
         kept = token * heads * FREE + head * FREE + channel[None]
         flagged = tl.load(flags + (batch * heads + head) * tl.num_programs(1) + tile) != 0
         if flagged:
-            known = tl.load(exact + kept, of_free & doubtful, other=0.0).to(tl.float32)
+            known = tl.load(exact + kept, in_free & doubtful, other=0.0).to(tl.float32)
             free_energy = tl.where(doubtful, known, free_energy)
         gap = free_energy - u
         if SHARED:
@@ -283,7 +252,7 @@ def mix_backward_kernel(
             lambda_ = tl.sigmoid(logit.to(tl.float32))
             u += lambda_ * gap
         else:
-            u = tl.where(of_free, free_energy, u)
+            u = tl.where(in_free, free_energy, u)
     if GATED:
         logit = tl.load(outer + token * outer_row + head * width + column[None], inside, other=0.0).to(tl.float32)
         s = tl.where(inside, softplus(logit), 0.0)
@@ -301,11 +270,11 @@ def mix_backward_kernel(
             tl.store(d_out + summed + MEAN, d_f * slope / rate[None], inside)
         else:
             d_f = d_u
-            tl.store(d_out + summed, tl.where(of_free, d_f * slope / rate[None], d_u), inside)
+            tl.store(d_out + summed, tl.where(in_free, d_f * slope / rate[None], d_u), inside)
         if flagged:
-            tl.store(d_free + kept, d_f, of_free & doubtful)
-        of_beta = -tl.sum(tl.where(of_free & (doubtful == 0), d_f * lift, 0.0), 0) / (rate * rate)
+            tl.store(d_free + kept, d_f, in_free & doubtful)
+        beta_part = -tl.sum(tl.where(in_free & (doubtful == 0), d_f * lift, 0.0), 0) / (rate * rate)
         at = (batch * tl.num_programs(1) + tile) * heads * FREE + head * FREE + channel
-        tl.store(d_beta + at, of_beta, there)
+        tl.store(d_beta + at, beta_part, there)
     else:
         tl.store(d_out + summed, d_u, inside)

@@ -1,0 +1,38 @@
+"""Functions of numbers in Triton kernels, to float32's rounding."""
+
+import os
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def exp_minus_1(z):
+    """exp(z) - 1 for |z| <= 1, by its series, to float32's rounding."""
+    total = 1.0 + z * (1 / 11)
+    for n in tl.static_range(9):
+        total = 1.0 + z * total / (10 - n)
+    return z * total
+
+
+@triton.jit
+def logarithm(x):
+    """log x by the card's own instruction, whose error is 2^-22 near 1; Triton's takes twenty times as many."""
+    if INTERPRETED:
+        return tl.log(x)
+    return libdevice.fast_logf(x)
+
+
+@triton.jit
+def log_1_plus(x, rounded):
+    """log(1 + x), given `rounded`, the logarithm of the rounded 1 + x: near 0 by its series."""
+    return tl.where(tl.abs(x) < 0.01, x * (1.0 - x * (0.5 - x * (1 / 3 - x * 0.25))), rounded)
+
+
+@triton.jit
+def softplus(a):
+    z = tl.exp(-tl.abs(a))
+    return tl.maximum(a, 0.0) + log_1_plus(z, logarithm(1.0 + z))
