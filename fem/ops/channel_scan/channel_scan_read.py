@@ -12,12 +12,12 @@ from fem.ops.channel_scan.channel_log_space import channel_by_prefixes, channel_
 from fem.ops.channel_scan.naive_channel_scan import naive_channel_scan_read
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype
+from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype, nearly_equal
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, read_free
 from fem.ops.common.recurrence import recurrence
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.sums import Sums, entering, leaving, shift_for
+from fem.ops.common.sums import Sums, entering, leaving, shift_for, suspect
 from fem.ops.common.tokens import Tokens
 
 SLAB_VALUES = 2**16  # of a slab's values: intermediate results fit the CPU's cache
@@ -100,10 +100,13 @@ def _channel_slab(memory: Terms, kernels: int, x, a, v, f, beta) -> tuple[Terms,
     u, first = (torch.stack([part for part in parts if part.shape[-1]], 2) for parts in (items, start))
     decay = None if a is None else a.unsqueeze(2)
     rows = iter(recurrence(decay, u, first.squeeze(1), bool(kernels)).unbind(2))
-    read, doubt = leaving(Sums(*(next(rows) if part.shape[-1] else part for part in items)), shift, beta)
-    if doubt is not None:
+    sums = Sums(*(next(rows) if part.shape[-1] else part for part in items))
+    near = nearly_equal(f, beta) if kernels else False
+    suspected = bool(suspect(sums) | near)
+    read, doubt = leaving(sums, shift, beta, suspected=suspected)
+    if suspected:
         held = (memory.log_weight > NO_WEIGHT) | (there.cumsum(1) > 0)
-        if bool((doubt & held).any()):
+        if bool(near) or (doubt is not None and bool((doubt & held).any())):
             return None
     return read, Terms(*(part[:, -1:] for part in read)), 0
 

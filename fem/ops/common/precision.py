@@ -6,6 +6,7 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from fem.ops.common.steps import exporting
@@ -58,12 +59,13 @@ def needs_float64(v: Tensor, beta: Tensor) -> bool:
     return bool(_narrow(low, high, least) | (torch.maximum(-low, high) * most > LARGEST_EXPONENT))
 
 
-def nearly_equal(v: Tensor, beta: Tensor) -> bool:
-    """Whether values differ by less, in nats, than what float32 keeps of F. Reads a value back from the device."""
+def nearly_equal(v: Tensor, beta: Tensor) -> Bool[Tensor, ""]:
+    """Whether values differ by less, in nats, than what float32 keeps of F."""
     if v.numel() == 0:
-        return False
-    low, high = v.aminmax()
-    return bool(_narrow(low, high, beta.amin()))
+        return v.new_zeros((), dtype=torch.bool)
+    with torch.no_grad():
+        low, high = v.aminmax()
+        return _narrow(low, high, beta.amin())
 
 
 def _narrow(low: Tensor, high: Tensor, least: Tensor) -> Tensor:

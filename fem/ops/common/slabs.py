@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.operator import operator
-from fem.ops.common.precision import double, nearly_equal, needs_float64, without_autocast
+from fem.ops.common.precision import double, needs_float64, without_autocast
 from fem.ops.common.read import Terms, connected_zeros
 from fem.ops.common.recorded import recorded
 from fem.ops.common.steps import along_time, portable
@@ -61,7 +61,7 @@ class SlabScan:
         with without_autocast(v.device):
             if portable():
                 return self.by_steps(memory, *inputs)
-            if v.shape[1] == 1 and not kernels and not differentiated(*inputs, *memory):
+            if v.shape[1] == 1 and not differentiated(*inputs, *memory):  # a kernel takes more launches, and waits
                 return self.step(memory, *inputs)
             if transformed(*inputs, *memory):
                 return self.exact(memory, *inputs)
@@ -96,8 +96,7 @@ class SlabScan:
 
     def _read(self, memory: Terms, kernels: int, inputs: Sequence[Tensor | None]) -> tuple[Terms, Terms, int]:
         """`slab`, or `exact` where that is in doubt; a call that kernels cannot read is cut into slabs of its own."""
-        near = bool(kernels) and nearly_equal(inputs[self.time - 1], inputs[-1])
-        if not near and (found := self.slab(memory, kernels, *inputs)) is not None:
+        if (found := self.slab(memory, kernels, *inputs)) is not None:
             return found
         if not kernels:
             return *self.exact(memory, *inputs), inputs[self.time - 1].numel()

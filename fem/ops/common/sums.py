@@ -66,15 +66,30 @@ def entering(memory: Terms, shift: Shift, beta: Tensor) -> Sums:
     return Sums(beside(weight, memory.mean) * memory.mean, energy, weight)
 
 
+@torch.no_grad()
+def suspect(sums: Sums, floor: Tensor | float = 1.0) -> Bool[Tensor, ""]:
+    """Whether any weight or energy is so small, or so large, that digits may be lost; `leaving` says of which.
+
+    floor: about how much a row of items of weight 1 would weigh.
+    """
+    _, energy, weight = sums
+    if weight.numel() == 0:
+        return weight.new_zeros((), dtype=torch.bool)
+    lightest, heaviest = weight.aminmax()
+    lowest = torch.minimum(energy.amin(), lightest) if energy.numel() else lightest
+    most = torch.maximum(heaviest, floor.amax()) if isinstance(floor, Tensor) else heaviest.clamp_min(floor)
+    return ~((lowest >= LEAST_PROVEN[weight.dtype] * most.clamp_min(1)) & (heaviest < torch.inf))
+
+
 def leaving(
-    sums: Sums, shift: Shift, beta: Tensor, floor: Tensor | float = 1.0
+    sums: Sums, shift: Shift, beta: Tensor, floor: Tensor | float = 1.0, suspected: bool = True
 ) -> tuple[Terms, Bool[Tensor, "*n w"] | None]:
     """The read that sums stand for, and which of its weights are in doubt; None: none is. Those read 0.
 
-    floor: about how much a row of items of weight 1 would weigh. Waits for the device.
+    floor, suspected: as `suspect` takes and answers. Waits for the device where they are suspected.
     """
     value, energy, weight = sums
-    doubt = _unproven(energy, weight, floor, LEAST_PROVEN[weight.dtype])
+    doubt = _doubtful(energy, weight, floor, LEAST_PROVEN[weight.dtype]) if suspected else None
     if doubt is not None:
         weight, value = torch.where(doubt, 1, weight), torch.where(beside(doubt, value), 0, value)
         energy = torch.where(beside(doubt, energy), 1, energy)
@@ -87,15 +102,7 @@ def leaving(
 
 
 @torch.no_grad()
-def _unproven(energy: Tensor, weight: Tensor, floor: Tensor | float, least: float) -> Tensor | None:
-    """Which weights or energies are so small, or so large, that digits may be lost; None: none is."""
-    if weight.numel() == 0:
-        return None
-    lightest, heaviest = weight.aminmax()
-    lowest = torch.minimum(energy.amin(), lightest) if energy.numel() else lightest
-    most = torch.maximum(heaviest, floor.amax() if isinstance(floor, Tensor) else heaviest.new_tensor(floor))
-    if bool((lowest >= least * most.clamp_min(1)) & (heaviest < torch.inf)):
-        return None
+def _doubtful(energy: Tensor, weight: Tensor, floor: Tensor | float, least: float) -> Tensor | None:
     doubt = ~((weight > 0) & (weight >= least * floor) & (weight < torch.inf))
     if energy.numel():
         lowest = energy.amin(-1, keepdim=True) if weight.shape[-1] == 1 else energy

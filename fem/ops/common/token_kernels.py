@@ -72,6 +72,17 @@ def gated(
 
 
 @triton.jit
+def turn_heads(x, y, row, x_row, cos, sin, head, plane, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """The COUNT heads of a row's token, turned by angles whose cos and sin are given."""
+    inside = (head < COUNT) & (plane < WIDTH // 2)[None]
+    at, to = x + row * x_row + head * WIDTH + plane[None], y + row * COUNT * WIDTH + head * WIDTH + plane[None]
+    low = tl.load(at, inside, other=0.0).to(tl.float32)
+    high = tl.load(at + WIDTH // 2, inside, other=0.0).to(tl.float32)
+    tl.store(to, low * cos - high * sin, inside)
+    tl.store(to + WIDTH // 2, high * cos + low * sin, inside)
+
+
+@triton.jit
 def rotate_token_kernel(
     q, k, q_out, k_out, position, frequency, factor, q_row, k_row, position_row,
     heads: tl.constexpr, kv_heads: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
@@ -84,16 +95,8 @@ def rotate_token_kernel(
     dtype = q.dtype.element_ty
     cos = (factor * tl.cos(angle)).to(tl.float32).to(dtype).to(tl.float32)[None]
     sin = (factor * tl.sin(angle)).to(tl.float32).to(dtype).to(tl.float32)[None]
-    for turn in tl.static_range(2):
-        x, y, stride = (q, q_out, q_row) if turn == 0 else (k, k_out, k_row)
-        count: tl.constexpr = heads if turn == 0 else kv_heads
-        inside = (head < count) & there[None]
-        at = row.to(tl.int64) * stride + head * WIDTH + plane[None]
-        low = tl.load(x + at, inside, other=0.0).to(tl.float32)
-        high = tl.load(x + at + WIDTH // 2, inside, other=0.0).to(tl.float32)
-        to = y + row.to(tl.int64) * count * WIDTH + head * WIDTH + plane[None]
-        tl.store(to, low * cos - high * sin, inside)
-        tl.store(to + WIDTH // 2, high * cos + low * sin, inside)
+    turn_heads(q, q_out, row.to(tl.int64), q_row, cos, sin, head, plane, heads, WIDTH)
+    turn_heads(k, k_out, row.to(tl.int64), k_row, cos, sin, head, plane, kv_heads, WIDTH)
 
 
 def rotated_token(

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import compute_dtype, upcast
+from fem.ops.common.precision import compute_dtype, nearly_equal, upcast
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, log, read_free
 from fem.ops.common.scan import ScanCall, memory_before
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for
+from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for, suspect
 from fem.ops.common.tokens import Tokens, filled
 from fem.ops.linear_attention.chunked import CHUNK, by_fla, chunked
 from fem.ops.linear_attention.linear_log_space import forget, linear_step
@@ -104,8 +104,10 @@ def _in_chunks(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms, int] |
     light = k_ * (-shift.weight).exp()
     first, last = (Shift(shift.weight[:, :, 0], shift.value[:, :, n]) for n in (0, -1))
     sums, before, sums_after = chunked(q_, light, items, g_, torch.cat(entering(memory, first, rate), -1), rise)
-    read, doubt = leaving(Sums.split(sums, beta), shift, rate.unsqueeze(1), q_.detach().sum(-1, keepdim=True))
-    after, lost = leaving(Sums.split(sums_after, beta), last, rate)
+    rows, ends, floor = Sums.split(sums, beta), Sums.split(sums_after, beta), q_.detach().sum(-1, keepdim=True)
+    suspected = bool(suspect(rows, floor) | suspect(ends))
+    read, doubt = leaving(rows, shift, rate.unsqueeze(1), floor, suspected)
+    after, lost = leaving(ends, last, rate, suspected=suspected)
     read = [x.permute(0, 2, 3, 1, 4) for x in read]  # (B, N, C, H, d)
     again = 0
     if doubt is not None or lost is not None:
@@ -166,12 +168,16 @@ def _by_kernels(memory: Terms, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms
     items = _items(v, f, over_tokens.value, beta)
     light = k * (-over_tokens.weight).exp()
     sums, last = by_fla(q, light, items, g, torch.cat(entering(memory, shift, rate), -1), opens)
-    read, doubt = leaving(Sums.split(sums, beta), over_tokens, beta, q.detach().sum(-1, keepdim=True))
-    after, lost = leaving(Sums.split(last, beta), shift, rate)
-    alive = (q > 0).any(-1, keepdim=True)  # a masked token reads nothing, and is in doubt for no reason
-    held = (k > 0).any(1).unsqueeze(-1) | (memory.log_weight > NO_WEIGHT)
-    if any(x is not None and bool((x & there).any()) for x, there in ((doubt, alive), (lost, held))):
-        return None
+    rows, ends, floor = Sums.split(sums, beta), Sums.split(last, beta), q.detach().sum(-1, keepdim=True)
+    suspected = bool(suspect(rows, floor) | suspect(ends) | nearly_equal(f, beta))
+    read, doubt = leaving(rows, over_tokens, beta, floor, suspected)
+    after, lost = leaving(ends, shift, rate, suspected=suspected)
+    if suspected:
+        alive = (q > 0).any(-1, keepdim=True)  # a masked token reads nothing, and is in doubt for no reason
+        held = (k > 0).any(1).unsqueeze(-1) | (memory.log_weight > NO_WEIGHT)
+        in_doubt = [(x & there).any() for x, there in ((doubt, alive), (lost, held)) if x is not None]
+        if any(map(bool, [*in_doubt, nearly_equal(f, beta)])):
+            return None
     return read, after, 0
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fem.ops.common.backend import found, scan_backend
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import compute_dtype
+from fem.ops.common.precision import compute_dtype, nearly_equal
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, log, read_free
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for
+from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for, suspect
 from fem.ops.common.tokens import filled
 from fem.ops.ssm.naive_ssm import naive_ssm_read
 from fem.ops.ssm.ssm_log_space import ssm_by_prefixes, ssm_step
@@ -139,8 +139,12 @@ def _ssm_slab(
         itself = skip * (-at).exp()
         pairs = zip(rows, (v, energy, torch.ones_like(weight)))
         rows = Sums(*(beside(own, x) * x + beside(itself, x) * y for x, y in pairs))
-    read, doubt = leaving(rows, Shift(at, shift.value), beta)
-    after, lost = leaving(last, shift, beta)
+    near = nearly_equal(f, beta) if kernels else False
+    suspected = bool(suspect(rows) | suspect(last) | near)
+    read, doubt = leaving(rows, Shift(at, shift.value), beta, suspected=suspected)
+    after, lost = leaving(last, shift, beta, suspected=suspected)
+    if suspected and bool(near):
+        return None
     if doubt is not None:
         entered = (memory.log_weight > NO_WEIGHT).any(1, keepdim=True) | ((weight > 0).cumsum(1) > 0)
         alive = (out > 0).any(-1, keepdim=True) & entered

@@ -1,6 +1,7 @@
-"""One query by our kernels in Triton's interpreter, beside the definition in float64: `python one_query_in_triton.py`.
+"""One token's kernels in Triton's interpreter: `python token_in_triton.py`.
 
-Prints the largest error of the mean and of F, in units of the largest value, of each case.
+Prints the largest error of each case in units of the largest value: of a read beside its definition in float64, of
+gates and rotation beside PyTorch's own operations.
 """
 
 import json
@@ -10,10 +11,15 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
+from fem import FreeEnergyMixerConfig
+from fem.gates import TwoLevelGate
+from fem.ops.common import rope
+from fem.ops.common.read import Read
+from fem.ops.common.token_kernels import gated, rotated_token
 from fem.ops.softmax import one_query_kernels
 
 torch.set_num_threads(1)
-CASES = {
+READS = {
     "plain": {},
     "one key": {"time": 1},
     "several parts": {"time": 701},
@@ -77,14 +83,55 @@ def definition(q, k, v, f, beta, mask, scale, _):
     return [torch.where(hidden, 0.0, x)[:, None] for x in (mean, free)]
 
 
-def error(case: dict) -> float:
+def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    assert found.shape == wanted.shape
+    found, wanted = found.double(), wanted.double()
+    return ((found - wanted).abs().max() / wanted.abs().max().clamp_min(1.0)).item() if wanted.numel() else 0.0
+
+
+def of_read(case: dict) -> float:
     one_query_kernels.NUMBERS = case.get("NUMBERS", 4096)
     inputs = draw(**{name: value for name, value in case.items() if name != "NUMBERS"})
-    found, wanted = one_query_kernels.read_one_query(*inputs), definition(*inputs)
-    pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if b.numel()]
-    assert all(a.shape == b.shape and a.dtype == inputs[0].dtype for a, b in zip(found, wanted))
-    return max(((a.double() - b).abs().max() / b.abs().max().clamp_min(1.0)).item() for a, b in pairs)
+    found = one_query_kernels.read_one_query(*inputs)
+    assert all(x.dtype == inputs[0].dtype for x in found)
+    return max(map(far, found, definition(*inputs)))
 
+
+@torch.no_grad()
+def of_gates(fields: dict) -> float:
+    torch.manual_seed(0)
+    config = FreeEnergyMixerConfig.matched(n_embd=24, n_head=3, use_conv=False, **fields)
+    gate, x = TwoLevelGate(config), 10.0 * torch.randn(2, 5, 24)
+    split = config.free_share is not None
+    mean = torch.randn(2, 5, 3, config.value_width - (config.free_width if split else 0))
+    read = Read(mean, torch.randn(2, 5, 3, config.free_width) if config.use_lse else None)
+    logits = (None if part is None else part(x) for part in (gate.inner, gate.outer))
+    return far(gated(*read, *logits, split, config.eps), gate.mixed(x, read))
+
+
+def of_rotation(dtype: torch.dtype, position: list) -> float:
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, 1, heads, 10).to(dtype) for heads in (6, 2))
+    turn = torch.tensor(position), rope.frequencies(10, 1e4, q.device), 1.3
+    return max(map(far, rotated_token((q, k), *turn), rope.rotate_all((q, k), *turn)))
+
+
+GATES = {
+    "both gates": {},
+    "split values": {"free_share": 0.5},
+    "F only": {"use_temperature": False},
+    "the mean only": {"use_lse": False, "use_temperature": False},
+    "no outer gate": {"use_outer_gate": False},
+    "slim gates": {"gate_rank": 4},
+}
+ROTATIONS = {
+    "one position": (torch.float32, [1000]),
+    "a position of each row": (torch.float32, [[5], [70000]]),
+    "rotation in bfloat16": (torch.bfloat16, [[5], [70000]]),
+}
 
 if __name__ == "__main__":
-    print(json.dumps({name: error(case) for name, case in CASES.items()}, indent=1))
+    errors = {name: of_read(case) for name, case in READS.items()}
+    errors |= {name: of_gates(fields) for name, fields in GATES.items()}
+    errors |= {name: of_rotation(*turn) for name, turn in ROTATIONS.items()}
+    print(json.dumps(errors))
