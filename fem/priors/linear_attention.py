@@ -31,14 +31,12 @@ class FeatureMapPrior(Prior):
         """g <= 0, per head (B, T, H) or per key channel (B, T, H, d_k); None: no decay."""
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
-        q, k = (self._feature_map(projection(features), tokens) for projection in (self.query, self.key))
+        q, k = (
+            upcast(project(features).unflatten(-1, (-1, self.config.key_width))) for project in (self.query, self.key)
+        )
+        q, k = (F.relu(x) + self.config.eps for x in self.rotated((q, k), tokens.position))
         inputs = (q, k, v, beta, self.log_decay(features))
         return self.scan(linear_attention_read, *inputs, tokens=tokens, memory=memory, free_values=free_values)
-
-    def _feature_map(self, x: Tensor, tokens: Tokens) -> Float[Tensor, "b t h d"]:
-        x = upcast(x.unflatten(-1, (-1, self.config.key_width)))
-        (x,) = self.rotated((x,), tokens.position)
-        return F.relu(x) + self.config.eps
 
 
 class LinearPrior(FeatureMapPrior):

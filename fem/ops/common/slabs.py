@@ -124,7 +124,7 @@ class SlabScan:
                 again += more
                 reads.append(read)
                 borders.append(memory)
-        out = [torch.cat(parts, 1).to(dtype) for parts in zip(*reads)]
+        out = [(torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous()).to(dtype) for parts in zip(*reads)]
         fallbacks.count(out[2].numel(), again)
         borders = [torch.stack([x.to(dtype) for x in parts]) for parts in zip(*borders)]
         return [*out, *(x[-1].clone() for x in borders), *borders]
