@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fem.ops.common.precision import upcast
 from fem.ops.common.read import LOG_ZERO, Read, Terms, merge, read_of, rounded
-from fem.ops.common.tokens import Tokens
+from fem.ops.common.tokens import PLAIN, Tokens
 
 State = dict[str, Tensor]
 LEAST_BETA = 1e-8  # below, F = log(R) / beta of float64 sums loses more digits than F - mean has
@@ -21,7 +21,7 @@ class ScanCall(NamedTuple):
     """The options of a scan of `fem.functional`, with tokens in the place of masks and documents."""
 
     causal: bool = True
-    tokens: Tokens | None = None
+    tokens: Tokens = PLAIN
     initial_state: State | None = None
     return_state: bool = False
     normalize: bool = True
@@ -40,8 +40,7 @@ class ScanCall(NamedTuple):
         if self.causal:
             return past, state
         flip = lambda x: None if x is None else x.flip(1)  # noqa: E731
-        tokens = None if self.tokens is None else self.tokens.reversed()
-        future, _ = one_way(*map(flip, inputs), beta, tokens, None, False)
+        future, _ = one_way(*map(flip, inputs), beta, self.tokens.reversed(), None, False)
         return merge(past, Terms(*map(flip, future)), beta.to(past.mean.dtype)), state
 
     def result(

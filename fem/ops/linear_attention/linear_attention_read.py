@@ -51,27 +51,26 @@ def linear_attention_read(
 
 
 def _linear_one_way(
-    q, k, v, f, log_decay, beta, tokens, state, present: bool, kernels: bool
+    q, k, v, f, log_decay, beta, tokens: Tokens, state, present: bool, kernels: bool
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     dtype = compute_dtype(q, k, v, log_decay)
-    opens = None if tokens is None else tokens.start
     q, k, v, f, g = _kept(q, k, v, f, log_decay, tokens)
     q, k, v, f, beta, g = (None if x is None else x.to(dtype) for x in (q, k, v, f, beta, g))
     if not present:
-        k, v, f = _delayed(k, v, f, g, opens)
+        k, v, f = _delayed(k, v, f, g, tokens.start)
     cells = k.shape[0], *k.shape[2:]
     memory = memory_before(state, v, (*cells, 1), (*cells, v.shape[-1]), (*cells, f.shape[-1]))
-    terms, after = LINEAR_SCAN(memory, kernels, q, k, g, opens, v, f, beta)
+    terms, after = LINEAR_SCAN(memory, kernels, q, k, g, tokens.start, v, f, beta)
     return terms, after._replace(log_weight=after.log_weight.squeeze(-1))._asdict()
 
 
-def _kept(q, k, v, f, log_decay, tokens: Tokens | None) -> tuple[Tensor | None, ...]:
+def _kept(q, k, v, f, log_decay, tokens: Tokens) -> tuple[Tensor | None, ...]:
     """Inputs in which masked tokens read, add and decay nothing, and the decay (B, T, H, 1 or d_k)."""
     g = None if log_decay is None else upcast(log_decay)
     g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # clamp would keep g itself for the gradient
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
-    if tokens is None or tokens.keep is None:
+    if tokens.keep is None:
         return q, k, v, f, g
     keep = tokens.keep[:, :, None, None]
     q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))

@@ -88,7 +88,7 @@ def _ssm_one_way(A, D, kernels: int, delta, B, C, log_delta, log_b, log_c, v, f,
     flat = lambda x: None if x is None else x.flatten(2).to(dtype)  # noqa: E731
     delta, v, f, log_delta = map(flat, (delta, v, f, log_delta))
     B, C, log_b, log_c = (None if x is None else x.to(dtype) for x in (B, C, log_b, log_c))
-    keep = None if tokens is None or tokens.keep is None else tokens.keep.unsqueeze(-1)
+    keep = None if tokens.keep is None else tokens.keep.unsqueeze(-1)
     if keep is not None:  # masked tokens weigh and decay nothing
         delta, B, C = (torch.where(keep, x, 0) for x in (delta, B, C))
         log_delta, log_b, log_c = (
@@ -97,9 +97,8 @@ def _ssm_one_way(A, D, kernels: int, delta, B, C, log_delta, log_b, log_c, v, f,
         v, f = filled(v, keep), filled(f, keep)
     if log_delta is not None:
         B = C = None
-    opens = None if tokens is None else tokens.start
     a, D, beta = A.to(dtype).flatten(0, 1).T.contiguous(), D.to(dtype).flatten() if present else None, beta.to(dtype)
-    inputs = (delta, B, C, log_delta, log_b, log_c, opens, v, f, a, D, beta.flatten())
+    inputs = (delta, B, C, log_delta, log_b, log_c, tokens.start, v, f, a, D, beta.flatten())
     cells = ((v.shape[0], len(a), x.shape[-1]) for x in (delta, v, f))
     terms, after = SSM_SCAN(memory_before(state, v, *cells), kernels if present else 0, *inputs)
     if keep is not None:  # a masked token does not even see itself through D
