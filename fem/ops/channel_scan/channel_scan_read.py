@@ -93,9 +93,9 @@ def _channel_slab(memory: Terms, kernels: int, x, a, v, f, beta) -> tuple[Terms,
     """What a slab reads, by sums of [v | e | 1], the memory after it, and 0 entries; None where it is in doubt."""
     there = x.detach() > NO_WEIGHT
     highest = torch.where(beside(there, f), f.detach(), -torch.inf).amax(1, keepdim=True)
-    shift = shift_for(memory, highest, x.detach().amax(1, keepdim=True), beta, light=0.0)
+    shift = shift_for(memory, highest, x.detach().amax(1, keepdim=True), beta, light=0.0).about(f, beta, 1)
     relative = x - shift.weight
-    weight, energy = relative.exp(), (beside(relative, f) + beta * (f - shift.value)).exp()
+    weight, energy = relative.exp(), (beside(relative, f) + shift.exponent(f, beta)).exp()
     items, start = Sums(beside(weight, v) * v, energy, weight), entering(memory, shift, beta)
     u, first = (torch.stack([part for part in parts if part.shape[-1]], 2) for parts in (items, start))
     decay = None if a is None else a.unsqueeze(2)

@@ -15,7 +15,7 @@ from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, log, read_free
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for
+from fem.ops.common.sums import Sums, entering, leaving, shift_for
 from fem.ops.common.tokens import filled
 from fem.ops.ssm.naive_ssm import naive_ssm_read
 from fem.ops.ssm.ssm_log_space import ssm_by_prefixes, ssm_step
@@ -115,10 +115,10 @@ def _ssm_slab(
     (into, heaviest), (out, most) = _scaled(b, log_b), _scaled(c, log_c)
     heights = (log(delta) if log_delta is None else log_delta).detach() + heaviest
     highest = f.detach().amax(1, keepdim=True)
-    shift = shift_for(memory, highest, heights.amax(1, keepdim=True), beta, light=0.0)
+    shift = shift_for(memory, highest, heights.amax(1, keepdim=True), beta, light=0.0).about(f, beta, 1)
     relative = heaviest - shift.weight
     weight = delta * relative.exp() if log_delta is None else (log_delta + relative).exp()
-    energy = (beta * (f - shift.value)).exp()
+    energy = shift.exponent(f, beta).exp()
     items = Sums(beside(weight, v) * v, beside(weight, f) * energy, weight)
     columns, first = torch.cat(items, -1), torch.cat(entering(memory, shift, beta), -1)
     if kernels == STATELESS and opens is None and found("mamba_ssm"):
@@ -138,7 +138,7 @@ def _ssm_slab(
         itself = skip * (-at).exp()
         pairs = zip(rows, (v, energy, torch.ones_like(weight)))
         rows = Sums(*(beside(own, x) * x + beside(itself, x) * y for x, y in pairs))
-    read, doubt = leaving(rows, Shift(at, shift.value), beta)
+    read, doubt = leaving(rows, shift._replace(weight=at), beta)
     after, lost = leaving(last, shift, beta)
     if doubt is not None:
         entered = (memory.log_weight > NO_WEIGHT).any(1, keepdim=True) | ((weight > 0).cumsum(1) > 0)
