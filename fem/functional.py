@@ -26,7 +26,7 @@ from fem.ops.channel_scan import channel_scan_read as channel_scan
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import Read
 from fem.ops.common.scan import ScanCall
-from fem.ops.common.tokens import read_tokens
+from fem.ops.common.tokens import PLAIN, read_tokens
 from fem.ops.common.transforms import may_look
 from fem.ops.decay_scan import decaying_sum as decay
 from fem.ops.linear_attention import linear_attention_read as linear_attention
@@ -268,7 +268,7 @@ def decay_scan(
 
 def _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize, backend):
     """Run a scan, which takes `Tokens` instead of masks; its state is returned with each row's position in it."""
-    tokens, cache_position = None, None
+    tokens, cache_position = PLAIN, None
     if return_state or initial_state is not None or key_mask is not None or segment_ids is not None:
         before = None if initial_state is None else initial_state.cache_position
         tokens, cache_position = read_tokens(tuple(v.shape[:2]), v.device, key_mask, segment_ids, before, "key_mask")

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.precision import upcast
-from fem.ops.common.tokens import Tokens
 from fem.ops.linear_attention.linear_attention_read import linear_attention_read
 from fem.prior_table import ROWS, gla_decay_width
 from fem.priors.base import Prior

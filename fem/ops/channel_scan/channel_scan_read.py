@@ -60,7 +60,7 @@ def _channel_read(x, a, v, f, beta, *, call: ScanCall) -> Read | tuple[Read, dic
 
 
 def _channel_one_way(
-    x, a, v, f, beta, tokens: Tokens | None, state, present: bool, kernels: bool
+    x, a, v, f, beta, tokens: Tokens, state, present: bool, kernels: bool
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     heads, dtype = v.shape[2], compute_dtype(x, a, v, f)
@@ -73,14 +73,14 @@ def _channel_one_way(
     return Terms(*map(by_heads, terms)), {name: by_heads(part.squeeze(1)) for name, part in after._asdict().items()}
 
 
-def _weighed(x, a, v, f, tokens: Tokens | None, present: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def _weighed(x, a, v, f, tokens: Tokens, present: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Log-weights and decays in which masked tokens weigh and decay nothing, and documents forget what was before."""
     x = (v if v.shape[-1] else f).new_zeros(()).expand(*v.shape[:2], max(v.shape[2], f.shape[2])) if x is None else x
-    if tokens is not None and tokens.keep is not None:
+    if tokens.keep is not None:
         keep = tokens.keep[..., None]
         x, v, f = torch.where(keep, x, LOG_ZERO), torch.where(keep, v, 0), torch.where(keep, f, 0)
         a = None if a is None else torch.where(keep, a, 0)
-    if tokens is not None and tokens.start is not None:
+    if tokens.start is not None:
         a = torch.where(tokens.start[..., None], LOG_ZERO, torch.zeros_like(x) if a is None else a)
     if not present:  # each token comes one later, and so is never read by its own
         later = lambda part: torch.cat([part[:, :1], part[:, :-1]], 1)  # noqa: E731
@@ -93,9 +93,9 @@ def _channel_slab(memory: Terms, kernels: int, x, a, v, f, beta) -> tuple[Terms,
     """What a slab reads, by sums of [v | e | 1], the memory after it, and 0 entries; None where it is in doubt."""
     there = x.detach() > NO_WEIGHT
     highest = torch.where(beside(there, f), f.detach(), -torch.inf).amax(1, keepdim=True)
-    shift = shift_for(memory, highest, x.detach().amax(1, keepdim=True), beta, light=0.0)
+    shift = shift_for(memory, highest, x.detach().amax(1, keepdim=True), beta, light=0.0).about(f, beta, 1)
     relative = x - shift.weight
-    weight, energy = relative.exp(), (beside(relative, f) + beta * (f - shift.value)).exp()
+    weight, energy = relative.exp(), (beside(relative, f) + shift.exponent(f, beta)).exp()
     items, start = Sums(beside(weight, v) * v, energy, weight), entering(memory, shift, beta)
     u, first = (torch.stack([part for part in parts if part.shape[-1]], 2) for parts in (items, start))
     decay = None if a is None else a.unsqueeze(2)

@@ -20,8 +20,8 @@ def by_definition(definition, dtype, call: ScanCall, **options) -> Read:
         raise ValueError(
             "backend='reference' reads whole sequences and keeps no state; use backend='auto' with states."
         )
-    keep, document = (None, None) if call.tokens is None else (call.tokens.keep, call.tokens.document)
-    read = definition(causal=call.causal, key_mask=keep, segment_ids=document, normalize=call.normalize, **options)
+    marks = {"key_mask": call.tokens.keep, "segment_ids": call.tokens.document}
+    read = definition(causal=call.causal, **marks, normalize=call.normalize, **options)
     return Read(*(None if part is None else part.to(dtype) for part in read))
 
 

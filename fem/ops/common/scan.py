@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fem.ops.common.precision import upcast
+from fem.ops.common.precision import compute_dtype, upcast
 from fem.ops.common.read import LOG_ZERO, Read, Terms, merge, read_of, rounded
-from fem.ops.common.tokens import Tokens
+from fem.ops.common.tokens import PLAIN, Tokens
 
 State = dict[str, Tensor]
 LEAST_BETA = 1e-8  # below, F = log(R) / beta of float64 sums loses more digits than F - mean has
@@ -21,7 +21,7 @@ class ScanCall(NamedTuple):
     """The options of a scan of `fem.functional`, with tokens in the place of masks and documents."""
 
     causal: bool = True
-    tokens: Tokens | None = None
+    tokens: Tokens = PLAIN
     initial_state: State | None = None
     return_state: bool = False
     normalize: bool = True
@@ -35,13 +35,14 @@ class ScanCall(NamedTuple):
         one_way(*inputs, beta, tokens, state, present): the same of the tokens up to each, or before each unless
         `present`. Inputs are (B, T, ...), and so are the terms. beta is read between LEAST_BETA and MOST_BETA.
         """
-        beta = upcast(beta).clamp(LEAST_BETA, MOST_BETA)
+        beta, dtype = upcast(beta).clamp(LEAST_BETA, MOST_BETA), compute_dtype(*inputs)
+        wide = {id(x): x.to(dtype) for x in inputs if x is not None}  # v and f may be one tensor, and stay one
+        inputs = [None if x is None else wide[id(x)] for x in inputs]
         past, state = one_way(*inputs, beta, self.tokens, self.initial_state, True)
         if self.causal:
             return past, state
         flip = lambda x: None if x is None else x.flip(1)  # noqa: E731
-        tokens = None if self.tokens is None else self.tokens.reversed()
-        future, _ = one_way(*map(flip, inputs), beta, tokens, None, False)
+        future, _ = one_way(*map(flip, inputs), beta, self.tokens.reversed(), None, False)
         return merge(past, Terms(*map(flip, future)), beta.to(past.mean.dtype)), state
 
     def result(

@@ -26,10 +26,27 @@ LIGHT = 30.0  # log-weights up to here need no shift
 
 
 class Shift(NamedTuple):
-    """The logarithm p of the weights, and the values c, that sums are relative to."""
+    """The logarithm p of the weights, and the values c, that sums are relative to, and a middle m of the values.
+
+    beta's gradient is a difference of sums of (f - c) e and (F - c), which are larger the higher c is; with m in the
+    place of c it is the same, and loses fewer digits.
+    """
 
     weight: Float[Tensor, "*n 1"]
     value: Float[Tensor, "*1 df"]
+    middle: Float[Tensor, "*1 df"]
+
+    def about(self, f: Tensor, beta: Tensor, *time: int) -> Shift:
+        """The shift with the mean of the values as their middle, where beta has a gradient."""
+        return self._replace(middle=f.detach().mean(time, keepdim=True)) if beta.requires_grad else self
+
+    def exponent(self, f: Tensor, beta: Tensor) -> Tensor:
+        """beta (f - c), whose derivative by beta is f - m."""
+        return torch.addcmul(beta.detach() * (self.middle - self.value), f - self.middle, beta)
+
+    def energy(self, log_ratio: Tensor, beta: Tensor) -> Tensor:
+        """F = c + log(R) / beta, whose derivative by beta is (m - F) / beta where R's is sum p (f - m) e."""
+        return self.middle + (log_ratio + beta.detach() * (self.value - self.middle)) / beta
 
 
 class Sums(NamedTuple):
@@ -55,14 +72,15 @@ def shift_for(memory: Terms, highest: Tensor, heaviest: Tensor, beta: Tensor, li
         lead = memory.free_energy + (before - beside(weight, beta)).clamp_max(0) / beta
         lead = torch.where(before > NO_WEIGHT, lead, -torch.inf)
         value = torch.maximum(lead.amax(-2, keepdim=True), highest)
-        return Shift(weight, torch.where(value > -torch.inf, value, 0))
+        value = torch.where(value > -torch.inf, value, 0)
+        return Shift(weight, value, value)
 
 
 def entering(memory: Terms, shift: Shift, beta: Tensor) -> Sums:
     """The sums that a memory stands for."""
     relative = memory.log_weight - shift.weight
     weight = relative.exp()
-    energy = (beside(relative, beta) + beta * (memory.free_energy - shift.value)).exp()
+    energy = (beside(relative, beta) + shift.exponent(memory.free_energy, beta)).exp()
     return Sums(beside(weight, memory.mean) * memory.mean, energy, weight)
 
 
@@ -94,7 +112,7 @@ def leaving(
         weight, value = torch.where(doubt, 1, weight), torch.where(beside(doubt, value), 0, value)
         energy = torch.where(beside(doubt, energy), 1, energy)
     log_weight = weight.log() + shift.weight
-    free_energy = shift.value + (energy / beside(weight, energy)).log() / beta
+    free_energy = shift.energy((energy / beside(weight, energy)).log(), beta)
     if doubt is not None:
         log_weight = torch.where(doubt, LOG_ZERO, log_weight)
         free_energy = torch.where(beside(doubt, free_energy), 0, free_energy)

@@ -51,27 +51,26 @@ def linear_attention_read(
 
 
 def _linear_one_way(
-    q, k, v, f, log_decay, beta, tokens, state, present: bool, kernels: bool
+    q, k, v, f, log_decay, beta, tokens: Tokens, state, present: bool, kernels: bool
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     dtype = compute_dtype(q, k, v, log_decay)
-    opens = None if tokens is None else tokens.start
     q, k, v, f, g = _kept(q, k, v, f, log_decay, tokens)
     q, k, v, f, beta, g = (None if x is None else x.to(dtype) for x in (q, k, v, f, beta, g))
     if not present:
-        k, v, f = _delayed(k, v, f, g, opens)
+        k, v, f = _delayed(k, v, f, g, tokens.start)
     cells = k.shape[0], *k.shape[2:]
     memory = memory_before(state, v, (*cells, 1), (*cells, v.shape[-1]), (*cells, f.shape[-1]))
-    terms, after = LINEAR_SCAN(memory, kernels, q, k, g, opens, v, f, beta)
+    terms, after = LINEAR_SCAN(memory, kernels, q, k, g, tokens.start, v, f, beta)
     return terms, after._replace(log_weight=after.log_weight.squeeze(-1))._asdict()
 
 
-def _kept(q, k, v, f, log_decay, tokens: Tokens | None) -> tuple[Tensor | None, ...]:
+def _kept(q, k, v, f, log_decay, tokens: Tokens) -> tuple[Tensor | None, ...]:
     """Inputs in which masked tokens read, add and decay nothing, and the decay (B, T, H, 1 or d_k)."""
     g = None if log_decay is None else upcast(log_decay)
     g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # clamp would keep g itself for the gradient
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
-    if tokens is None or tokens.keep is None:
+    if tokens.keep is None:
         return q, k, v, f, g
     keep = tokens.keep[:, :, None, None]
     q, k, g = (None if x is None else torch.where(keep, x, 0) for x in (q, k, g))
@@ -100,9 +99,9 @@ def _in_chunks(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms, int] |
     by_head = [None if x is None else x.permute(0, 3, 1, 2, 4) for x in tokens]  # (B, H, N, C, d)
     shift, rise = _shifts(memory, by_head[1], by_head[4], rate)
     q_, k_, g_, v_, f_ = by_head
-    items = _items(v_, f_, shift.value, rate.unsqueeze(1))
+    items = _items(v_, f_, shift, rate.unsqueeze(1))
     light = k_ * (-shift.weight).exp()
-    first, last = (Shift(shift.weight[:, :, 0], shift.value[:, :, n]) for n in (0, -1))
+    first, last = (Shift(shift.weight[:, :, 0], shift.value[:, :, n], shift.middle[:, :, n]) for n in (0, -1))
     sums, before, sums_after = chunked(q_, light, items, g_, torch.cat(entering(memory, first, rate), -1), rise)
     rows, ends, floor = Sums.split(sums, beta), Sums.split(sums_after, beta), q_.detach().sum(-1, keepdim=True)
     suspected = bool(suspect(rows, floor) | suspect(ends))
@@ -137,9 +136,9 @@ def _chunks(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
 
 
-def _items(v: Tensor, f: Tensor, highest: Tensor, rate: Tensor) -> Tensor:
+def _items(v: Tensor, f: Tensor, shift: Shift, rate: Tensor) -> Tensor:
     """[v | e | 1]"""
-    return torch.cat([v, (rate * (f - highest)).exp(), v.new_ones(*v.shape[:-1], 1)], -1)
+    return torch.cat([v, shift.exponent(f, rate).exp(), v.new_ones(*v.shape[:-1], 1)], -1)
 
 
 def _shifts(memory: Terms, k: Tensor, f: Tensor, rate: Tensor) -> tuple[Shift, Tensor | None]:
@@ -149,14 +148,16 @@ def _shifts(memory: Terms, k: Tensor, f: Tensor, rate: Tensor) -> tuple[Shift, T
     """
     highest = f.detach().amax(3, keepdim=True).cummax(2).values
     heaviest = log(k.detach().amax((2, 3, 4)))[..., None, None]
-    weight, lowest = shift_for(memory, highest[:, :, 0], heaviest, rate)
+    weight, lowest, _ = shift_for(memory, highest[:, :, 0], heaviest, rate)
     value = torch.maximum(highest, lowest.unsqueeze(2))
+    shift = Shift(weight.unsqueeze(2), value, value).about(f, rate, 2, 3)
+    shift = shift._replace(middle=shift.middle.expand_as(value))
     if value.shape[2] == 1:
-        return Shift(weight.unsqueeze(2), value), None
+        return shift, None
     before = torch.cat([value[:, :, :1], value[:, :, :-1]], 2)
-    fall = (rate.unsqueeze(1) * (before - value)).exp()
+    fall = (rate.detach().unsqueeze(1) * (before - value)).exp()
     ones = fall.new_ones(*fall.shape[:-1], memory.mean.shape[-1])
-    return Shift(weight.unsqueeze(2), value), torch.cat([ones, fall, fall.new_ones(*fall.shape[:-1], 1)], -1)
+    return shift, torch.cat([ones, fall, fall.new_ones(*fall.shape[:-1], 1)], -1)
 
 
 def _by_kernels(memory: Terms, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms, int] | None:
@@ -164,8 +165,9 @@ def _by_kernels(memory: Terms, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms
     rate = beta.unsqueeze(1)
     highest = f.detach().amax(1, keepdim=True).transpose(1, 2)
     shift = shift_for(memory, highest, log(k.detach().amax((1, 3)))[..., None, None], rate)
+    shift = shift.about(f.transpose(1, 2), rate, 2)
     over_tokens = Shift(*(x.transpose(1, 2) for x in shift))  # (B, 1, H, ..)
-    items = _items(v, f, over_tokens.value, beta)
+    items = _items(v, f, over_tokens, beta)
     light = k * (-over_tokens.weight).exp()
     sums, last = by_fla(q, light, items, g, torch.cat(entering(memory, shift, rate), -1), opens)
     rows, ends, floor = Sums.split(sums, beta), Sums.split(last, beta), q.detach().sum(-1, keepdim=True)

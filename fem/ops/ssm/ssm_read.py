@@ -15,7 +15,7 @@ from fem.ops.common.precision import compute_dtype, nearly_equal
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, log, read_free
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for, suspect
+from fem.ops.common.sums import Sums, entering, leaving, shift_for, suspect
 from fem.ops.common.tokens import filled
 from fem.ops.ssm.naive_ssm import naive_ssm_read
 from fem.ops.ssm.ssm_log_space import ssm_by_prefixes, ssm_step
@@ -88,7 +88,7 @@ def _ssm_one_way(A, D, kernels: int, delta, B, C, log_delta, log_b, log_c, v, f,
     flat = lambda x: None if x is None else x.flatten(2).to(dtype)  # noqa: E731
     delta, v, f, log_delta = map(flat, (delta, v, f, log_delta))
     B, C, log_b, log_c = (None if x is None else x.to(dtype) for x in (B, C, log_b, log_c))
-    keep = None if tokens is None or tokens.keep is None else tokens.keep.unsqueeze(-1)
+    keep = None if tokens.keep is None else tokens.keep.unsqueeze(-1)
     if keep is not None:  # masked tokens weigh and decay nothing
         delta, B, C = (torch.where(keep, x, 0) for x in (delta, B, C))
         log_delta, log_b, log_c = (
@@ -97,9 +97,8 @@ def _ssm_one_way(A, D, kernels: int, delta, B, C, log_delta, log_b, log_c, v, f,
         v, f = filled(v, keep), filled(f, keep)
     if log_delta is not None:
         B = C = None
-    opens = None if tokens is None else tokens.start
     a, D, beta = A.to(dtype).flatten(0, 1).T.contiguous(), D.to(dtype).flatten() if present else None, beta.to(dtype)
-    inputs = (delta, B, C, log_delta, log_b, log_c, opens, v, f, a, D, beta.flatten())
+    inputs = (delta, B, C, log_delta, log_b, log_c, tokens.start, v, f, a, D, beta.flatten())
     cells = ((v.shape[0], len(a), x.shape[-1]) for x in (delta, v, f))
     terms, after = SSM_SCAN(memory_before(state, v, *cells), kernels if present else 0, *inputs)
     if keep is not None:  # a masked token does not even see itself through D
@@ -116,10 +115,10 @@ def _ssm_slab(
     (into, heaviest), (out, most) = _scaled(b, log_b), _scaled(c, log_c)
     heights = (log(delta) if log_delta is None else log_delta).detach() + heaviest
     highest = f.detach().amax(1, keepdim=True)
-    shift = shift_for(memory, highest, heights.amax(1, keepdim=True), beta, light=0.0)
+    shift = shift_for(memory, highest, heights.amax(1, keepdim=True), beta, light=0.0).about(f, beta, 1)
     relative = heaviest - shift.weight
     weight = delta * relative.exp() if log_delta is None else (log_delta + relative).exp()
-    energy = (beta * (f - shift.value)).exp()
+    energy = shift.exponent(f, beta).exp()
     items = Sums(beside(weight, v) * v, beside(weight, f) * energy, weight)
     columns, first = torch.cat(items, -1), torch.cat(entering(memory, shift, beta), -1)
     if kernels == STATELESS and opens is None and found("mamba_ssm"):
@@ -141,7 +140,7 @@ def _ssm_slab(
         rows = Sums(*(beside(own, x) * x + beside(itself, x) * y for x, y in pairs))
     near = nearly_equal(f, beta) if kernels else False
     suspected = bool(suspect(rows) | suspect(last) | near)
-    read, doubt = leaving(rows, Shift(at, shift.value), beta, suspected=suspected)
+    read, doubt = leaving(rows, shift._replace(weight=at), beta, suspected=suspected)
     after, lost = leaving(last, shift, beta, suspected=suspected)
     if suspected and bool(near):
         return None
