@@ -47,6 +47,11 @@ def scans(device: torch.device) -> Iterator[Row]:
         for dtype, limit in ((torch.float32, 5e-2 if products else 1e-3), (torch.bfloat16, rounded)):
             run = partial(_against_float64, config, device, dtype, limit)
             yield outcome(", ".join(fields.values()), run, dtype=str(dtype)[6:])
+        torch.manual_seed(0)
+        layer, x = FreeEnergyMixer(config).to(device), torch.randn(2, 130, config.n_embd, device=device)
+        yield outcome(
+            f"{', '.join(fields.values())}, token by token", partial(_token_by_token, layer, x), dtype="float32"
+        )
 
 
 def _against_float64(config, device, dtype: torch.dtype, limit: float) -> str | None:
@@ -135,6 +140,9 @@ def layers(device: torch.device) -> Iterator[Row]:
         for what, run in (("outputs and gradients", _fused), ("captured train step", _captured_training)):
             if device.type == "cuda" or run is _fused:
                 yield outcome(what, partial(run, config, device, "spikes" in name), layer=name)
+        if config.causal:
+            built = _layer_in_bfloat16(config, device, "spikes" in name)
+            yield outcome("token by token", partial(_token_by_token, *built), layer=name)
 
 
 def _layer_in_bfloat16(config, device, spikes: bool) -> tuple[FreeEnergyMixer, Tensor]:
@@ -158,6 +166,20 @@ def _fused(config, device, spikes: bool) -> str | None:
     errors = [(a - b).norm() / b.norm().clamp_min(least) for a, b in zip(outputs, wanted)]
     worst = torch.stack(errors).max().item()
     return None if worst <= 5e-2 else f"off by {worst:.2g} of the norm"
+
+
+@torch.no_grad()
+def _token_by_token(layer: FreeEnergyMixer, x: Tensor) -> str | None:
+    """The last four tokens from the state of those before, against the whole sequence in float64 on the CPU."""
+    exact = FreeEnergyMixer(replace(layer.config, backend="plain")).double()
+    exact.load_state_dict(layer.state_dict())
+    wanted = exact(x.double().cpu())[:, -4:]
+    _, state = layer(x[:, :-4], return_state=True)
+    for n, token in enumerate(x[:, -4:].split(1, 1)):
+        y, state = layer(token, state=state, return_state=True)
+        if wrong := _apart([y.double().cpu()], [wanted[:, n : n + 1]], 5e-2):
+            return f"token {n + 1}: {wrong}"
+    return None
 
 
 def _captured_training(config, device, spikes: bool) -> str | None:
