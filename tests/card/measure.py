@@ -113,11 +113,11 @@ def tokens() -> torch.Tensor:
 
 
 def registers(values: str) -> dict[str, tuple[int, int]]:
-    """Registers and spilt bytes of every kernel that a layer with such values launches."""
+    """Registers and spilt bytes of every kernel that a train step and a token of a layer with such values launch."""
     layer = build(**REGISTERS[values])
     sizes = [layer.config.free_width] if layer.config.free_share is None else [layer.config.free_width] * 2
     assert values == " + ".join(map(str, sizes)), sizes
-    return card.registers(lambda: train(layer, tokens(), warm=0))
+    return card.registers(lambda: (train(layer, tokens(), warm=0), decode(layer, "eager")))
 
 
 def table(record: dict) -> str:

@@ -88,13 +88,13 @@ def by_fla(
         opens = opens.flatten()
         starts = (opens | (torch.arange(len(opens), device=opens.device) % time == 0)).nonzero().squeeze(1)
         borders = F.pad(starts, (0, 1), value=len(opens))
-        ends = borders[1:] % time == 0
+        finals = torch.searchsorted(starts, time * torch.arange(1, rows + 1, device=starts.device)) - 1
         inputs = [None if x is None else x.flatten(0, 1).unsqueeze(0) for x in inputs]
         state = torch.where(opens[starts, None, None, None], 0, state[starts // time])
     run = fla_kernel(g, inputs[0].shape[1])
     out, last = run(*inputs, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=borders)
     if opens is not None:
-        out, last = out.view(rows, time, *out.shape[2:]), last[ends]
+        out, last = out.view(rows, time, *out.shape[2:]), last.index_select(0, finals)
     return out.float()[..., :width], last[..., :width]
 
 

@@ -22,7 +22,7 @@ from fem.ops.common.operator import operator
 from fem.ops.common.read import Read
 from fem.ops.common.triton_math import exp_minus_1, log_1_plus
 
-NUMBERS = 4096  # of a block of keys, 32 for each of 128 threads
+NUMBERS = 2048  # of a block of keys, 16 for each of 128 threads
 PROGRAMS = 512  # wanted on a card: four for each of an H100's multiprocessors
 LEAST_KEYS = 128  # of a program
 MOST_PARTS = 64
