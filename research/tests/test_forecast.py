@@ -239,7 +239,7 @@ def test_a_run_that_diverges_says_so(monkeypatch, csv, tmp_path):
         (["--data", "nowhere.csv"], "data must be a CSV file (.csv or .csv.gz), got no such file: 'nowhere.csv'."),
         (["--horizon", "soon"], "horizon must be a positive number, or several with commas, got 'soon'."),
         (["--mixers", "transformer"], "mixer must be a prior"),
-        (["--mixers", "attention/conv"], "mixers must stand here without a short convolution (/conv), got"),
+        (["--mixers", "attention/conv"], "mixers must have no short convolution (/conv) here, got"),
         (["--profile", "phone"], "profile must be one of laptop, paper; got 'phone'."),
         (["--epochs", "0"], "--epochs must be positive, got 0."),
     ],

@@ -74,7 +74,7 @@ class ForecastRecipe:
         if not self.model_names:
             raise ValueError("mixers must name at least one model, got an empty list.")
         if any("conv" in name.split("/") for name in self.model_names):
-            raise ValueError(f"mixers must stand here without a short convolution (/conv), got {self.models!r}.")
+            raise ValueError(f"mixers must have no short convolution (/conv) here, got {self.models!r}.")
 
     @property
     def model_names(self) -> list[str]:
