@@ -72,6 +72,6 @@ class TokenRows(BaseDataLoader):
         self.batches, rest = divmod(state["rows"], self.size * self.world)
         if rest:
             raise ValueError(
-                f"the checkpoint's rows must be a multiple of the batch over all processes, {self.size} x {self.world}, "
-                f"got {state['rows']}."
+                f"the checkpoint's rows must be a multiple of the batch over all processes, {self.size} x "
+                f"{self.world}, got {state['rows']}."
             )

@@ -61,9 +61,7 @@ def streams(path: str) -> dict[str, list[Stream]]:
         if len(rows) >= TOKENS:
             found[split].append((x[rows.tolist()], answer[rows.tolist()]))
     if not all(found.values()):
-        raise ValueError(
-            f"flights must have days of {TOKENS} events in every part of a month, got {path!r} without them."
-        )
+        raise ValueError(f"flights must have days of {TOKENS} events in every part of a month, got {path!r} without.")
     return found
 
 
