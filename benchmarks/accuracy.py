@@ -1,6 +1,6 @@
 """How far float32 is from float64, by prior: writes research/results/checks/accuracy.{md,json}.
 
-PYTHONPATH=tests/support:tests/ops python benchmarks/accuracy.py [calls]    # a quarter of an hour of one core
+PYTHONPATH=tests/support:tests/ops python benchmarks/accuracy.py [calls]    # ten minutes of one core
 """
 
 from __future__ import annotations
