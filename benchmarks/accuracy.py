@@ -178,7 +178,7 @@ NOTE = """Errors in float32, of the mean / of F / of the worst gradient, relativ
 * **before a spike**: the {before} rows before a value {spike:,.0f} nats above all others; gradients of these rows.
 * **after {tokens:,} tokens**: the mean / F of the last {last} rows of a stream, read token by token, against float64,
   in units of the values' standard deviation. Means of so many values are small: over the largest of them, the error
-  of `linear` is {linear:.1e}.
+  of `linear` is {linear:.1e}. The cache of `softmax` sums nothing up: its earlier tokens come in calls of 1,000.
 
 A stream of a scan rounds the logarithm of its weights once a token. Keys of constant sizes are rounded alike every
 time: weights of `linear` drifted by up to {weights:.1e} then, and what two such keys read, of which each stands for
