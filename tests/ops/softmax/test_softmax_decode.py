@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from layers import FAMILIES, HEADS, WIDTH, make_layer, tokens
-from softmax_calls import softmax_call
+from reads import make
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fem.functional import softmax_read
@@ -136,9 +136,10 @@ def test_a_token_of_less_weight_than_float32_can_say_counts_by_its_value(without
 
 def test_large_scores_cost_a_stream_no_digits():
     torch.manual_seed(0)
-    call = softmax_call(80, keys=1, width=1, beta=0.2, spread=0.02, scores=300.0)
-    exact = call.definition().free_energy
-    streamed = call.map(lambda x: x.float()).streamed(*[1] * 80).free_energy
+    call = make("softmax", 80, keys=1, width=1, beta=0.2, spread=0.02, weights=300.0)
+    exact = call.map(lambda x: x.double()).definition().free_energy
+    with torch.no_grad():
+        streamed = call.streamed(*[1] * 80).free_energy
     assert (streamed - exact).abs().max() < 5e-6  # 4e-5 when p was exp(scores - lse)
 
 
