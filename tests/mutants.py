@@ -39,7 +39,7 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
     Mutant("the form for narrow spans ends at 0.3", "fem/ops/common/packing.py",
            "SMALL_SPAN = 1.0", "SMALL_SPAN = 0.3", EDGES),
     Mutant("a packed cache proves what underflow may have taken", "fem/ops/softmax/cached.py",
-           "_PROVEN, _LEAST = 30.0", "_PROVEN, _LEAST = 80.0", f"{SOFTMAX}/test_cached.py"),
+           "_PROVEN, _LEAST = 30.0", "_PROVEN, _LEAST = 80.0", f"{SOFTMAX}/test_softmax_decode.py"),
     Mutant("the weights of a token step are not lifted above underflow", "fem/ops/softmax/one_query.py",
            "_LIFT = 2.0**40", "_LIFT = 1.0", f"{SOFTMAX}/test_softmax_decode.py"),
     Mutant("weights of linear attention up to e^90 are not scaled", "fem/ops/common/sums.py",
