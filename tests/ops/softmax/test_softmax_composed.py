@@ -354,7 +354,8 @@ def collect(graph, inputs):
                 most.append(x.numel())
     return graph
 read = lambda q, k, v, beta: kernel_read(q, k, v, v, beta, Support(True, 0.3))
-for time, spike, backend in ((24, 0.0, "aot_eager"), (24, 300.0, "aot_eager"), (512, 0.0, aot_autograd(collect, collect))):
+collecting = aot_autograd(fw_compiler=collect, bw_compiler=collect)
+for time, spike, backend in ((24, 0.0, "aot_eager"), (24, 300.0, "aot_eager"), (512, 0.0, collecting)):
     torch._dynamo.reset()
     compiled = torch.compile(read, backend=backend, fullgraph=True)
     q, k, v = torch.randn(1, time, 2, 8), torch.randn(1, time, 1, 8), torch.randn(1, time, 1, 4)
