@@ -185,12 +185,7 @@ TABLE = [
     (config, {"dropout": NAN}, ValueError, r"dropout must lie in \[0, 1\), got nan"),
     (config, {"dropout": "0.1"}, ValueError, r"dropout must lie in \[0, 1\), got '0.1'"),
     (config, {"value_logexp_cap": -1.0}, ValueError, "value_logexp_cap must be positive, got -1.0"),
-    (
-        config,
-        {"value_logexp_cap": 1, "use_lse": False, "use_temperature": False},
-        ValueError,
-        "needs use_lse=True, got",
-    ),
+    (config, {"value_logexp_cap": 1, "use_lse": False, "use_temperature": False}, ValueError, "needs use_lse=True"),
     (config, {"rope_theta": 0}, ValueError, "rope_theta must be positive, got 0"),
     (config, {"eps": 1e-60}, ValueError, "eps must be positive, got 1e-60"),
     (config, {"rope_frequencies": 8}, ValueError, "rope_frequencies must be a list of numbers, got 8"),
@@ -343,12 +338,7 @@ TABLE = [
     (config, {"qk_dim": 64, "p_t_to_fem_ratio": 2.0}, ValueError, "p_t_to_fem_ratio needs qk_dim=None"),
     (config, MAMBA | {"rope_theta": 500.0}, ValueError, "rope_theta needs prior_type='softmax' or 'linear' or 'gla'"),
     # Places, names and shapes that other libraries know.
-    (
-        FreeEnergyMixer,
-        SIZES | {"dtype": torch.int64},
-        TypeError,
-        r"dtype must be a floating dtype of torch, .* got torch\.int64",
-    ),
+    (FreeEnergyMixer, SIZES | {"dtype": torch.int64}, TypeError, "dtype must be a floating dtype of torch, .* got"),
     (PRIORS["softmax"], {"config": None}, TypeError, "config must be a FreeEnergyMixerConfig, got a NoneType"),
     (PRIORS["gla"], {"config": config()}, ValueError, "config must have prior_type='gla' .* got 'softmax'"),
     (call, {"cu_seqlens": ONES}, TypeError, "no argument 'cu_seqlens'; use segment_ids, the number of each token's"),
@@ -361,18 +351,8 @@ TABLE = [
     # States, reads and operators.
     (lambda: state_of().to("gpu"), {}, ValueError, "target must be a device of torch, .* got 'gpu'"),
     (MixerState.from_state_dict, {"tensors": None}, TypeError, "tensors must be the dict that .* got NoneType"),
-    (
-        restored,
-        {"memory.other": X},
-        ValueError,
-        r"state_dict returned, got 'memory\.other' of \[2, 6, 64\] torch\.float32",
-    ),
-    (
-        restored,
-        {"cache_position.position": X[:, 0, 0]},
-        ValueError,
-        r"got 'cache_position\.position' of \[2\] torch\.float",
-    ),
+    (restored, {"memory.other": X}, ValueError, r"state_dict returned, got 'memory\.other' of \[2, 6, 64\]"),
+    (restored, {"cache_position.position": X[:, 0, 0]}, ValueError, r"got 'cache_position\.position' of \[2\]"),
     (read, {"q": normal(1, 5, 2, 4).to_sparse()}, TypeError, "q must be a dense tensor, got layout torch.sparse_coo"),
     (ssm, {"delta": None}, TypeError, "delta must be a floating-point tensor, got a NoneType"),
     (decay_scan, {"log_decay": -P[None], "u": P[None]}, ValueError, r"u must have shape .*, got \(1, 3\)"),
@@ -381,12 +361,7 @@ TABLE = [
     (operator, {"op": lambda x: x.cumsum(1) + 1}, ValueError, "op must be linear"),
     (operator, {"op": lambda x: x.cumsum(1) ** 2}, ValueError, "op must be linear"),
     (operator, {"op": lambda x: x.flip(1).cumsum(1).flip(1)}, ValueError, "op must be causal"),
-    (
-        operator,
-        {"op": lambda x: x.cumsum(1) + 0.1 * x.cumsum(1).roll(1, 2)},
-        ValueError,
-        "op must leave channels apart",
-    ),
+    (operator, {"op": lambda x: x.cumsum(1) + 0.1 * x.cumsum(1).roll(1, 2)}, ValueError, "op must leave channels"),
     (free, {"dim": None}, ValueError, "dim must be an axis of p and v"),
     (lambda: fem.parameter_groups(torch.nn.Module(), 0.1), {}, ValueError, "model must have parameters that train"),
 ]

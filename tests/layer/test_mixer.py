@@ -1,10 +1,9 @@
 """The layer: every line of its contract, for every prior."""
 
-from itertools import pairwise
-
 import pytest
 import torch
-from layers import ABLATIONS, FAMILIES, HEADS, TIME, WIDTH, make_layer, some_pairs, tokens
+from layers import ABLATIONS, FAMILIES, HEADS, SPLIT, TIME, WIDTH, make_layer, some_pairs, tokens
+from reads import documents_of
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 
@@ -23,36 +22,27 @@ def close(got, wanted, tolerance=EXACT):
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
-@families
-def test_masking_a_token_equals_deleting_it(family):
-    whole = "window" in FAMILIES[family]  # a window counts tokens as they stand, masked ones between others too
-    keep = torch.cat([torch.tensor(mask) for name, mask in MASKS.items() if name != "interior" or not whole])
-    layer, x = make_layer(**FAMILIES[family]), tokens(batch=len(keep))
-    y = layer(x, attention_mask=keep)
-    assert y.isfinite().all()
-    for row, kept in enumerate(keep.bool()):
-        close(y[row, kept], layer(x[row, kept][None])[0])
+IDS = {
+    "one document": [[7] * 13] * 2,
+    "documents, of which one returns": [[7] * 4 + [2] + [7] * 8, [0] * 9 + [1] * 4],
+    "of few tokens": [[7, 7, 9, 7, 2, 2, 2, 5, 5, 5, 5, 5, 5], [1] * 12 + [2]],
+}
 
 
 @families
-def test_segments_equal_separate_runs(family):
-    layer, x = make_layer(**FAMILIES[family]), tokens()
-    ids = torch.tensor([[7] * 4 + [2] * 1 + [7] * 8, [0] * 9 + [1] * 4])
-    y = layer(x, segment_ids=ids)
-    for row, cuts in enumerate([(0, 4, 5, 13), (0, 9, 13)]):
-        apart = [layer(x[row : row + 1, a:b])[0] for a, b in pairwise(cuts)]
-        close(y[row], torch.cat(apart))
-
-
-@without_windows
-def test_padding_inside_packed_documents_changes_nothing(family):
-    layer, x = make_layer(**FAMILIES[family]), tokens()
-    ids = torch.tensor([[7, 7, 9, 7, 2, 2, 2, 5, 5, 5, 5, 5, 5]] * 2)
-    keep = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 1, 0, 1, 1, 1, 0]] * 2)
+@pytest.mark.parametrize("causal", [True, False])
+def test_masking_a_token_is_deleting_it_and_documents_are_separate_runs(family, causal):
+    """A window counts tokens as they stand, masked ones between others too: it takes no holes."""
+    whole, both = "window" in FAMILIES[family], {} if causal else {"causal": False, "conv_bidirectional": True}
+    keeps = [mask for name, rows in MASKS.items() if name != "interior" or not whole for mask in rows]
+    ids = [row for rows in IDS.values() for row in rows]
+    keep, ids = (torch.tensor(rows) for rows in zip(*some_pairs([*keeps, [1] * 13], ids)))
+    layer, x = make_layer(**FAMILIES[family], **both), tokens(batch=len(keep))
     y = layer(x, attention_mask=keep, segment_ids=ids)
-    for document in (7, 2, 5):
-        chosen = (ids[0] == document) & keep[0].bool()
-        close(y[:, chosen], layer(x[:, chosen]))
+    assert y.isfinite().all()
+    for row in range(len(keep)):
+        for document in documents_of(keep[row].bool(), ids[row]):
+            close(y[row, document], layer(x[row, document][None])[0])
 
 
 @families
@@ -66,38 +56,22 @@ def test_future_tokens_change_nothing(family):
 
 
 @families
-def test_a_state_continues_the_sequence(family):
-    layer, x = make_layer(**FAMILIES[family]), tokens()
-    whole = layer(x)
-    for cut in (1, 5, 12):
-        first, state = layer(x[:, :cut], return_state=True)
-        second, state = layer(x[:, cut:], state=state, return_state=True)
-        close(torch.cat([first, second], 1), whole)
-    assert isinstance(state.nbytes, int)
-
-
-@families
-def test_token_by_token_equals_whole_with_masks_and_segments(family):
+@pytest.mark.parametrize("sizes", [[1] * 13, [1, 4, 7, 1], [12, 1]], ids=["steps", "chunks", "a step after a prompt"])
+def test_pieces_equal_the_whole(family, sizes):
+    """With masks and documents; and where the ids end, a state stays in its document."""
     layer, x = make_layer(**FAMILIES[family]), tokens()
     ids = torch.tensor([[3, 3, 3, 4, 4, 4, 4, 3, 3, 3, 3, 3, 3], [1] * 13])
     keep = torch.tensor([[1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1]])
-    whole, state, steps = layer(x, attention_mask=keep, segment_ids=ids), None, []
-    for t in range(TIME):
-        now = slice(t, t + 1)
-        y, state = layer(
-            x[:, now], attention_mask=keep[:, now], segment_ids=ids[:, now], state=state, return_state=True
-        )
-        steps.append(y)
-    close(torch.cat(steps, 1)[keep.bool()], whole[keep.bool()])
-
-
-@families
-def test_a_state_without_ids_stays_in_its_document(family):
-    layer, x = make_layer(**FAMILIES[family]), tokens()
-    ids = torch.tensor([[1] * 6 + [2] * 7] * 2)
-    _, state = layer(x[:, :9], segment_ids=ids[:, :9], return_state=True)
-    close(layer(x[:, 9:], state=state), layer(x, segment_ids=ids)[:, 9:])
-    close(layer(x[:, 9:], segment_ids=ids[:, 9:], state=state), layer(x, segment_ids=ids)[:, 9:])
+    whole, state, parts = layer(x, attention_mask=keep, segment_ids=ids), None, []
+    for part, mask, document in zip(*(given.split(sizes, 1) for given in (x, keep, ids))):
+        y, state = layer(part, attention_mask=mask, segment_ids=document, state=state, return_state=True)
+        parts.append(y)
+    close(torch.cat(parts, 1)[keep.bool()], whole[keep.bool()])
+    assert isinstance(state.nbytes, int)
+    _, state = layer(x[:, :9], attention_mask=keep[:, :9], segment_ids=ids[:, :9], return_state=True)
+    close(
+        layer(x[:, 9:], attention_mask=keep[:, 9:], state=state)[keep[:, 9:].bool()], whole[:, 9:][keep[:, 9:].bool()]
+    )
 
 
 @families
@@ -149,32 +123,31 @@ def test_without_causality_and_positions_tokens_permute(family):
     close(layer(x[:, order]), layer(x)[:, order])
 
 
-@without_windows
-def test_without_causality_later_tokens_matter_and_masks_still_delete(family):
+@families
+def test_without_causality_later_tokens_matter(family):
     layer, x = make_layer(causal=False, conv_bidirectional=True, **FAMILIES[family]), tokens()
     later = x.clone()
     later[:, 3] += 1
     assert (layer(later) - layer(x))[:, 1].abs().max() > 1e-6
-    keep = torch.tensor(MASKS["interior"])
-    ids = torch.tensor([[1] * 7 + [2] * 6, [4] * 13])
-    y = layer(x, attention_mask=keep, segment_ids=ids)
-    for row, documents in enumerate([(1, 2), (4,)]):
-        for document in documents:
-            chosen = keep[row].bool() & (ids[row] == document)
-            close(y[row, chosen], layer(x[row, chosen][None])[0])
 
 
-@pytest.mark.parametrize("family, ablation", some_pairs(FAMILIES, ABLATIONS))
+@pytest.mark.parametrize("family, ablation", some_pairs(FAMILIES, [*ABLATIONS, "split"], 2))
 def test_every_ablation_runs_trains_and_streams(family, ablation):
-    fields = FAMILIES[family] | ABLATIONS[ablation]
+    fields = FAMILIES[family] | ABLATIONS.get(ablation, SPLIT)
+    if ablation == "split" and not PRIORS[fields["prior_type"]].takes_pairs:
+        fields |= {"free_share": None}
     if not fields.get("use_temperature", True) and not fields.get("use_outer_gate", True):
         fields.pop("gate_rank", None)  # a rank of no gate is refused
     layer, x = make_layer(**fields), tokens()
     y = layer(x)
     y.square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
-    _, state = layer(x[:, :9], return_state=True)
-    close(layer(x[:, 9:], state=state), y[:, 9:])
+    parts, state = [], None
+    with torch.no_grad():
+        for part in x.split([5, 1, 1, 6], 1):
+            part, state = layer(part, state=state, return_state=True)
+            parts.append(part)
+    close(torch.cat(parts, 1), y)
 
 
 @families

@@ -26,6 +26,7 @@ ABLATIONS = {
     "-G": {"use_outer_gate": False},
     "-G,T": {"use_outer_gate": False, "use_temperature": False},
     "-G,T,L": {"use_outer_gate": False, "use_temperature": False, "use_lse": False},
+    "-T": {"use_temperature": False},
     "-C": {"use_conv": False},
     "-C,G,T,L": {"use_conv": False, "use_outer_gate": False, "use_temperature": False, "use_lse": False},
 }
@@ -34,6 +35,9 @@ ABLATIONS = {
 def some_pairs(one, other, every=3):
     """Pairs of two lists in which every entry of both occurs, and one of `every` possible pairs."""
     return [(a, b) for i, a in enumerate(one) for j, b in enumerate(other) if (i + j) % every == 0]
+
+
+SPLIT = {"free_share": 0.5}  # some channels read the mean, the others the free energy
 
 
 def make_layer(dtype=torch.float64, seed=0, **fields) -> FreeEnergyMixer:
