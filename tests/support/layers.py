@@ -3,6 +3,7 @@
 import torch
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.priors import OperatorPrior
 
 WIDTH, HEADS, TIME = 32, 4, 13
 
@@ -20,6 +21,8 @@ if "gla" in PRIORS:
     FAMILIES["gla unnormalised"] = {"prior_type": "gla", "normalize": False}
 if "mamba" in PRIORS:
     FAMILIES["mamba unnormalised"] = {"prior_type": "mamba", "normalize": False}
+
+EVERY = FAMILIES | {"operator": {"prior": lambda x: x.cumsum(1)}}  # which keeps no state
 
 ABLATIONS = {
     "C,L,T,G": {},
@@ -40,9 +43,11 @@ def some_pairs(one, other, every=3):
 SPLIT = {"free_share": 0.5}  # some channels read the mean, the others the free energy
 
 
-def make_layer(dtype=torch.float64, seed=0, **fields) -> FreeEnergyMixer:
+def make_layer(dtype=torch.float64, seed=0, prior=None, **fields) -> FreeEnergyMixer:
+    """prior: an operator of the user's own in a prior's place."""
     torch.manual_seed(seed)
-    layer = FreeEnergyMixer(FreeEnergyMixerConfig(**{"n_embd": WIDTH, "n_head": HEADS} | fields))
+    config = FreeEnergyMixerConfig(**{"n_embd": WIDTH, "n_head": HEADS} | fields)
+    layer = FreeEnergyMixer(config, prior=None if prior is None else OperatorPrior(prior))
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
