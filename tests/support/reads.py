@@ -273,9 +273,11 @@ def documents_of(key_mask: Tensor, segment_ids: Tensor) -> list[Tensor]:
 
 
 def pieces(time: int, seed: int) -> list[int]:
+    """Sizes that add up, of two pieces at least."""
     choose, sizes = random.Random(seed), []
     while sum(sizes) < time:
-        sizes.append(min(choose.choice([1, 1, 2, 16, 63, 64, 100]), time - sum(sizes)))
+        some = [size for size in (1, 1, 2, 16, 63, 64, 100) if size < max(2, time)]
+        sizes.append(min(choose.choice(some), time - sum(sizes)))
     return sizes
 
 
