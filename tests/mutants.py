@@ -24,38 +24,38 @@ class Mutant:
         self.name, self.file, self.old, self.new, self.tests = name, file, old, new, tests
 
 
-SOFTMAX, LINEAR, RECURRENT = "tests/ops/softmax", "tests/ops/linear_attention", "tests/ops/recurrent"
-PRECISION, RANGE = "fem/ops/common/precision.py", "tests/ops/test_scan_range.py"
+SOFTMAX, READS, EDGES = "tests/ops/softmax", "tests/ops/test_reads.py", "tests/ops/test_edges.py"
+PRECISION = "fem/ops/common/precision.py"
 MUTANTS = (  # name, file, what stands there, what it becomes, and the tests that have to notice
     # The ten thresholds and guards on which exactness rests: the first four survived every fast test of the day they
     # were tried; the other six are our choice of what else has a boundary that a test should hold.
     Mutant("the certificate of the softmax read is e^-84", PRECISION,
-           "math.exp(-60.0)", "math.exp(-84.0)", f"{SOFTMAX}/test_softmax_thresholds.py"),
+           "math.exp(-60.0)", "math.exp(-84.0)", EDGES),
     Mutant("the certificate of linear attention is e^-84", PRECISION,
-           "math.exp(-60.0)", "math.exp(-84.0)", f"{LINEAR}/test_linear_attention_thresholds.py"),
+           "math.exp(-60.0)", "math.exp(-84.0)", EDGES),
     Mutant("dP is not centred at the likeliest key", "fem/ops/softmax/attend.py",
            "                dp -= dp.gather(-1, p.argmax(-1, keepdim=True))",
-           "                pass", f"{SOFTMAX}/test_softmax_thresholds.py"),
+           "                pass", EDGES),
     Mutant("the form for narrow spans ends at 0.3", "fem/ops/common/packing.py",
-           "SMALL_SPAN = 1.0", "SMALL_SPAN = 0.3", f"{SOFTMAX}/test_softmax_thresholds.py"),
+           "SMALL_SPAN = 1.0", "SMALL_SPAN = 0.3", EDGES),
     Mutant("a packed cache proves what underflow may have taken", "fem/ops/softmax/cached.py",
-           "_PROVEN, _LEAST = 30.0", "_PROVEN, _LEAST = 80.0", f"{SOFTMAX}/test_cached.py"),
+           "_PROVEN, _LEAST = 30.0", "_PROVEN, _LEAST = 80.0", f"{SOFTMAX}/test_softmax_decode.py"),
     Mutant("the weights of a token step are not lifted above underflow", "fem/ops/softmax/one_query.py",
            "_LIFT = 2.0**40", "_LIFT = 1.0", f"{SOFTMAX}/test_softmax_decode.py"),
     Mutant("a token's kernel reads narrow channels by log R", "fem/ops/softmax/one_query_kernels.py",
            "narrow = span <= 1.0", "narrow = span < 0.0", "tests/ops/test_token_kernels.py"),
     Mutant("weights of linear attention up to e^90 are not scaled", "fem/ops/common/sums.py",
-           "LIGHT = 30.0", "LIGHT = 90.0", LINEAR, RANGE),
+           "LIGHT = 30.0", "LIGHT = 90.0", EDGES, READS),
     Mutant("products of features may leave float32", "fem/ops/linear_attention/linear_attention_read.py",
-           "LARGE_FEATURE = 2.0**23", "LARGE_FEATURE = 2.0**120", RANGE),
+           "LARGE_FEATURE = 2.0**23", "LARGE_FEATURE = 2.0**120", EDGES),
     Mutant("scans read log-weights of hundreds in float32", PRECISION,
-           "2.0, 64.0, 16.0", "2.0, 64.0, 1e9", RANGE, RECURRENT),
+           "2.0, 64.0, 16.0", "2.0, 64.0, 1e9", EDGES, READS),
     Mutant("a state space holds rows next to the end of float32", "fem/ops/ssm/ssm_read.py",
            "LEAST_SHIFT = -25.0", "LEAST_SHIFT = -85.0", "tests/ops/test_composed.py"),
     # The mathematics of the layer.
     Mutant("values wider than the keys see the later queries of their block", "fem/ops/softmax/attend.py",
            "            s[..., keys].add_(hidden)",
-           "            pass", f"{SOFTMAX}/test_softmax_blocks.py"),
+           "            pass", f"{SOFTMAX}/test_softmax_read.py"),
     Mutant("a masked token takes a position", "fem/ops/common/tokens.py",
            "count = ones.long().cumsum(1)",
            "count = torch.ones_like(ones).long().cumsum(1)", "tests/ops/test_tokens.py"),

@@ -50,6 +50,36 @@ for name, fields in families.items():
 """
 
 
+GRAPHS = """
+import sys, torch
+from torch._dynamo.backends.common import aot_autograd
+from functorch.compile import make_boxed_func
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
+torch.set_num_threads(1)
+for name in PRIORS.keys() - {"softmax"}:
+    torch._dynamo.reset()
+    layer, graphs = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, prior_type=name)), []
+    count = lambda graph, _: graphs.append(1) or make_boxed_func(graph.forward)
+    compiled = torch.compile(layer, dynamic=True, fullgraph=True, backend=aot_autograd(fw_compiler=count))
+    for time in (3, 16, 17, 63, 64, 65, 128, 129, 300, 1100):
+        x = torch.randn(2, time, 16)
+        y = compiled(x)
+        y.square().sum().backward()
+        torch.testing.assert_close(y, layer(x), rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 2, (name, len(graphs))  # forward and backward
+    for sizes in (None, ({1: torch.export.Dim("T", min=2, max=4096)},)):
+        exported = torch.export.export(layer, (torch.randn(2, 70, 16),), dynamic_shapes=sizes).module()
+        x = torch.randn(2, 70 if sizes is None else 133, 16)
+        torch.testing.assert_close(exported(x), layer(x), rtol=1e-4, atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_any_length_of_a_scan_is_one_graph_and_exports():
+    done = subprocess.run([sys.executable, "-c", GRAPHS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def run(backend, families):
     command = [sys.executable, "-c", SCRIPT, backend, repr(families)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -13,7 +13,6 @@ from layers import ABLATIONS, some_pairs
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, FreeEnergyPooling
 
-GATE_RANKS = (0, 4, 16)
 PAPER_SIZES = [(256, 4), (512, 8), (768, 8)]
 MATCHED = [{"prior_type": name} for name in PRIORS] + [{"prior_type": "softmax", "n_kv_head": 2}]
 MATCHED += [{"prior_type": name, "gate_rank": 4} for name in PRIORS]
@@ -190,25 +189,6 @@ def test_beta_starts_where_the_paper_says():
     torch.testing.assert_close(layer.beta(), torch.full((4, 8), 1.953), atol=1e-3, rtol=0)
     assert (layer.gate.inner.bias == -3).all()
     assert 0.015 < layer.value.weight.std() < 0.025
-
-
-@pytest.mark.parametrize("prior", [name for name in ("softmax", "linear", "gla") if name in PRIORS])
-@pytest.mark.parametrize("rank", GATE_RANKS)
-@pytest.mark.parametrize("gates", [1, 2])
-def test_slim_gates_give_their_width_to_the_values(prior, rank, gates):
-    """d = (2 D^2 - n r D) / (2 D + n r), of one number per head d = D - n H / 2, to the nearest 8 channels a head."""
-    width, heads = 512, 8
-    config = FreeEnergyMixerConfig.matched(
-        n_embd=width, n_head=heads, prior_type=prior, gate_rank=rank, use_outer_gate=gates == 2
-    )
-    decay = width * heads if prior == "gla" else 0
-    exact = (2 * width**2 - decay - gates * rank * width) / (2 * width + gates * rank)
-    if rank == 0:
-        exact = (2 * width**2 - decay - gates * width * heads) / (2 * width)
-    assert config.value_width % 8 == 0
-    assert abs(config.fem_dim - exact) <= 8 * heads / 2
-    assert off(config) <= 0.04
-    assert config.qk_dim == width
 
 
 AUTHORS = [  # the widths that the authors' README and Table 7's operations give, as a share of the layer's

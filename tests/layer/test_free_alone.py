@@ -8,7 +8,6 @@ from fem import PRIORS, FreeEnergyMixerConfig
 from fem.ops.common.read import Read
 from fem.pooling import FreeEnergyPooling
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
 BY_CHANNEL = [name for name, fields in FAMILIES.items() if PRIORS[fields["prior_type"]].takes_pairs]  # a cap needs it
 
 
@@ -31,18 +30,6 @@ def test_f_alone_is_f_beside_the_mean(family, cap):
         found.append([y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))])
     for one, other in zip(*found):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-
-
-@every_family
-def test_f_alone_streams_as_it_reads(family):
-    layer, _ = pair(family)
-    x = tokens()
-    pieces, state = [], None
-    with torch.no_grad():
-        for piece in x.split([5, 1, x.shape[1] - 6], 1):
-            y, state = layer(piece, state=state, return_state=True)
-            pieces.append(y)
-        torch.testing.assert_close(torch.cat(pieces, 1), layer(x), rtol=1e-9, atol=1e-9)
 
 
 def test_the_cache_of_f_alone_is_attentions():

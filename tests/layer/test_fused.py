@@ -19,20 +19,8 @@ def run_cases(chosen: str) -> None:
     """The cases whose names fit, in a process in which Triton interprets its kernels."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     cases = str(Path(__file__).with_name("fused_cases.py"))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-o",
-        "addopts=",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        chosen,
-        cases,
-    ]
+    options = ["-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider", "-k"]
+    command = [sys.executable, "-m", "pytest", *options, chosen, cases]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
 
@@ -65,57 +53,46 @@ def build(dtype=torch.bfloat16, **fields):
     return FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, use_conv=False, **fields)).to(dtype)
 
 
-def test_a_plain_call_in_bfloat16_fits(there):
+def hooked():
     layer = build()
-    assert fused_layer.fits(layer, call(layer, torch.randn(2, 5, 16).bfloat16()))
-
-
-@pytest.mark.parametrize(
-    "fields", [{"window": 4}, {"backend": "plain"}, {"gate_rank": 0}, {"value_logexp_cap": 5.0}, {"prior_type": "gla"}]
-)
-def test_layers_of_other_forms_do_not_fit(there, fields):
-    layer = build(**fields)
-    assert not fused_layer.fits(layer, call(layer, torch.randn(2, 5, 16).bfloat16()))
-
-
-@pytest.mark.parametrize(
-    "marks",
-    [
-        {"segment_ids": torch.zeros(2, 5, dtype=torch.long)},
-    ],
-)
-def test_documents_do_not_fit(there, marks):
-    layer = build()
-    assert not fused_layer.fits(layer, call(layer, torch.randn(2, 5, 16).bfloat16(), **marks))
-
-
-def test_a_state_is_returned_where_no_gradient_is_wanted(there):
-    layer, x = build(), torch.randn(2, 5, 16).bfloat16()
-    assert not fused_layer.fits(layer, call(layer, x, return_state=True))
-    with torch.no_grad():
-        assert fused_layer.fits(layer, call(layer, x, return_state=True))
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_padding_fits_where_causality_hides_it(there, causal):
-    layer = build(causal=causal)
-    marks = {"attention_mask": torch.ones(2, 5, dtype=torch.bool)}
-    assert fused_layer.fits(layer, call(layer, torch.randn(2, 5, 16).bfloat16(), **marks)) is causal
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes_do_not_fit(there, dtype):
-    layer = build(dtype)
-    assert not fused_layer.fits(layer, call(layer, torch.randn(2, 5, 16, dtype=dtype)))
-
-
-def test_a_hook_or_an_adapter_takes_the_plain_way(there):
-    layer, x = build(), torch.randn(2, 5, 16).bfloat16()
     layer.value.register_forward_hook(lambda *inputs: None)
-    assert not fused_layer.fits(layer, call(layer, x))
+    return layer
+
+
+def adapted():
     layer = build()
     layer.prior.query = torch.nn.Linear(16, layer.config.qk_dim).bfloat16()
-    assert not fused_layer.fits(layer, call(layer, x))
+    return layer
+
+
+ONES = torch.ones(2, 5)
+FITS = {  # the layer, what the call says, and whether the fused form reads it
+    "a plain call in bfloat16": (build, {}, True),
+    "padding that causality hides": (build, {"attention_mask": ONES.bool()}, True),
+    "padding in both directions": (lambda: build(causal=False), {"attention_mask": ONES.bool()}, False),
+    "documents": (build, {"segment_ids": ONES.long()}, False),
+    "a state under gradients": (build, {"return_state": True}, False),
+    "float32": (lambda: build(torch.float32), {}, False),
+    "float16": (lambda: build(torch.float16), {}, False),
+    "a hook": (hooked, {}, False),
+    "an adapter": (adapted, {}, False),
+    "a window": (lambda: build(window=4), {}, False),
+    "another backend": (lambda: build(backend="plain"), {}, False),
+    "a gate per head": (lambda: build(gate_rank=0), {}, False),
+    "a cap": (lambda: build(value_logexp_cap=5.0), {}, False),
+    "another prior": (lambda: build(prior_type="gla"), {}, False),
+}
+
+
+@pytest.mark.parametrize("case", FITS)
+def test_only_what_the_fused_form_computes_fits(there, case):
+    make, marks, fits = FITS[case]
+    layer = make()
+    opened = call(layer, torch.randn(2, 5, 16).to(layer.value.weight.dtype), **marks)
+    assert fused_layer.fits(layer, opened) is fits
+    if "return_state" in marks:
+        with torch.no_grad():
+            assert fused_layer.fits(layer, opened)
 
 
 def test_a_cpu_takes_the_plain_way():

@@ -3,6 +3,7 @@
 import torch
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.priors import OperatorPrior
 
 WIDTH, HEADS, TIME = 32, 4, 13
 
@@ -21,11 +22,14 @@ if "gla" in PRIORS:
 if "mamba" in PRIORS:
     FAMILIES["mamba unnormalised"] = {"prior_type": "mamba", "normalize": False}
 
+EVERY = FAMILIES | {"operator": {"prior": lambda x: x.cumsum(1)}}  # which keeps no state
+
 ABLATIONS = {
     "C,L,T,G": {},
     "-G": {"use_outer_gate": False},
     "-G,T": {"use_outer_gate": False, "use_temperature": False},
     "-G,T,L": {"use_outer_gate": False, "use_temperature": False, "use_lse": False},
+    "-T": {"use_temperature": False},
     "-C": {"use_conv": False},
     "-C,G,T,L": {"use_conv": False, "use_outer_gate": False, "use_temperature": False, "use_lse": False},
 }
@@ -36,9 +40,14 @@ def some_pairs(one, other, every=3):
     return [(a, b) for i, a in enumerate(one) for j, b in enumerate(other) if (i + j) % every == 0]
 
 
-def make_layer(dtype=torch.float64, seed=0, **fields) -> FreeEnergyMixer:
+SPLIT = {"free_share": 0.5}  # some channels read the mean, the others the free energy
+
+
+def make_layer(dtype=torch.float64, seed=0, prior=None, **fields) -> FreeEnergyMixer:
+    """prior: an operator of the user's own in a prior's place."""
     torch.manual_seed(seed)
-    layer = FreeEnergyMixer(FreeEnergyMixerConfig(**{"n_embd": WIDTH, "n_head": HEADS} | fields))
+    config = FreeEnergyMixerConfig(**{"n_embd": WIDTH, "n_head": HEADS} | fields)
+    layer = FreeEnergyMixer(config, prior=None if prior is None else OperatorPrior(prior))
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SUPPORT = Path(__file__).parents[2] / "support"
+SUPPORT = Path(__file__).parents[1] / "support"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 REGISTERS = """
 import json
