@@ -6,8 +6,8 @@
 A row of the table has equal values in the columns named third. Its numbers are those fields' mean, error (standard
 error of the mean), ± (both), sd, median, min, max, sum or n over the rows of the record that have them; `over` is the
 ratio of means, and `lead` the mean difference seed by seed, ±, to the rows of attention. "mixer / task" in the third
-place asks for a column per task. A picture has a dot per row of the record, or a line where rows are steps, and a panel
-per task:
+place asks for a column per task. "run!=a" leaves rows out. A mixer without a row, or a seed that counts twice in one
+cell, is refused. A picture has a dot per row of the record, or a line where rows are steps, and a panel per task:
 
     <!-- picture: mad.csv: run=mad_laptop: mixer / task: mean: mad.png -->
 """
@@ -60,15 +60,21 @@ def parsed(selection: str) -> dict[str, list[str]]:
 
 
 def selected(file: Path, allowed: Mapping[str, list[str]]) -> Rows:
-    """The rows of a CSV file that have one of the allowed values in every column."""
+    """The rows of a CSV file that have one of the allowed values in every column, and none where it ends in "!"."""
     with open(file, newline="", encoding="utf-8") as opened:
-        return [row for row in csv.DictReader(opened) if all(row[c] in values for c, values in allowed.items())]
+        return [
+            row
+            for row in csv.DictReader(opened)
+            if all((row[c.removesuffix("!")] in values) != c.endswith("!") for c, values in allowed.items())
+        ]
 
 
-def _with_numbers(folder: Path, file: str, selection: str, field: str) -> Rows:
-    found = [row for row in selected(folder / file, parsed(selection)) if row[field]]
+def with_numbers(folder: Path, file: str, selection: Mapping[str, list[str]], field: str) -> Rows:
+    """The selected rows that have a number in this field. Raises ValueError where there are none."""
+    found = [row for row in selected(folder / file, selection) if row[field]]
     if not found:
-        raise ValueError(f"{file} has no {field} where {selection}.")
+        where = ", ".join(f"{column}={'|'.join(values)}" for column, values in selection.items())
+        raise ValueError(f"{file} has no {field} where {where}.")
     return found
 
 
@@ -79,11 +85,34 @@ def _groups(rows: Rows, columns: list[str]) -> dict[tuple[str, ...], Rows]:
     return groups
 
 
+def numbers(rows: Rows, field: str) -> list[float]:
+    """The numbers of a field, one for each training. Raises ValueError where a seed of a task stands twice."""
+    rows = [row for row in rows if row[field]]
+    seeded = [row for row in rows if row.get("seed")]
+    of_seed = _groups(seeded, [column for column in ("seed", "task") if seeded and column in seeded[0]])
+    for (seed, *task), of in of_seed.items():
+        if len(of) > 1:
+            runs = " and ".join(row["run"] for row in of)
+            raise ValueError(
+                f"seed {' of '.join([seed, *task])} must count once for {of[0]['mixer']}, got runs {runs}."
+            )
+    return [float(row[field]) for row in rows]
+
+
+def differences(ours: Rows, theirs: Rows, field: str) -> list[float]:
+    """Ours minus theirs, seed by seed, of the seeds that both have."""
+    base = dict(zip((row["seed"] for row in theirs if row[field]), numbers(theirs, field), strict=True))
+    pairs = zip((row["seed"] for row in ours if row[field]), numbers(ours, field), strict=True)
+    return [number - base[seed] for seed, number in pairs if seed in base]
+
+
 def rows(folder: Path, file: str, selection: str, by: str, fields: str) -> list[dict]:
-    """The rows of one table. Raises ValueError where the record has no such rows."""
+    """The rows of one table. Raises ValueError where a mixer that is asked for has no row, or a seed counts twice."""
     by, _, across = by.partition(" / ")
     columns, wanted = by.split(", "), [field.split(" ") for field in fields.split(", ")]
-    table = _with_numbers(folder, file, selection, wanted[0][0])
+    table = with_numbers(folder, file, parsed(selection), wanted[0][0])
+    if missing := set(parsed(selection).get("mixer", [])) - {row["mixer"] for row in table}:
+        raise ValueError(f"{file} has no {wanted[0][0]} of {', '.join(sorted(missing))} where {selection}.")
     parts = {name: of for (name,), of in _groups(table, [across]).items()} if across else {"": table}
     settings = [column for column in columns if column not in ("mixer", "rate")]
     lines = []
@@ -108,13 +137,13 @@ def _place(value: str | int) -> tuple[float, str]:
 
 
 def _number(ours: Rows, theirs: Rows, field: str, how: str) -> float | int | str | None:
-    a, b = ([float(row[field]) for row in rows if row[field]] for rows in (ours, theirs))
-    if how == "over":
-        return f"{mean(a) / mean(b):.2f}" if a and b else None
     if how == "lead":
-        base = {row["seed"]: float(row[field]) for row in theirs if row[field]}
-        pairs = [float(row[field]) - base[row["seed"]] for row in ours if row[field] and row["seed"] in base]
+        pairs = differences(ours, theirs, field)
         return f"{mean(pairs):+.3f}" + ("" if len(pairs) < 2 else f" ± {_error(pairs):.3f}") if any(pairs) else None
+    a = numbers(ours, field)
+    if how == "over":
+        b = numbers(theirs, field)
+        return f"{mean(a) / mean(b):.2f}" if a and b else None
     return OF[how](a)
 
 
@@ -132,7 +161,7 @@ def draw(folder: Path, file: str, selection: str, by: str, panel: str, field: st
     from fem_research.common.names import colour  # with matplotlib, which a table does without
     from fem_research.common.plots import Panel, dots, learning_curves
 
-    found = _with_numbers(folder, file, selection, field)
+    found = with_numbers(folder, file, parsed(selection), field)
     panels = {
         title: {label: of for (label,), of in _groups(part, [by]).items()}
         for (title,), part in _groups(found, [panel]).items()

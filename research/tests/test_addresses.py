@@ -6,10 +6,9 @@ from functools import reduce
 from operator import getitem
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
-from fem_research.page_tables import OF, parsed, selected
+from fem_research.page_tables import OF, differences, numbers, parsed, with_numbers
 
 RESULTS = Path(__file__).parents[1] / "results"
 README, *_ = PAGES = [
@@ -22,12 +21,6 @@ ADDRESS = re.compile(r"\**(?:\]\([^)]*\))?\**<!-- ([\w/]+\.(?:csv|json)): (.+?) 
 CODE = re.compile(r"```.*?```|`[^`]*`|\$\$.*?\$\$|(?:Python|torch|Apache|version)[ -]\d[\d.]*", re.DOTALL)
 
 
-def numbers(file: str, selection: dict[str, list[str]], field: str) -> pd.Series:
-    table = pd.DataFrame([row for row in selected(RESULTS / file, selection) if row[field]])
-    assert len(table), f"{file} has no {field} where {selection}"
-    return pd.to_numeric(table.set_index("seed")[field] if "seed" in table else table[field])
-
-
 def value_of(file: str, address: str) -> float:
     what, change, other = re.fullmatch(r"(.+?)(?: (over|minus) (.+))?", address).groups()
     if file.endswith(".json"):
@@ -36,15 +29,17 @@ def value_of(file: str, address: str) -> float:
         ours, *theirs = (reduce(getitem, path, found) for path in keys)
         return ours / theirs[0] if theirs else ours
     chosen, field, how = re.fullmatch(r"(.+): (\w+) ?(\w*)", what).groups()
-    selection = parsed(chosen)
-    ours = numbers(file, selection, field)
-    assert how or change or ours.nunique() == 1, f"{address}: say which of {', '.join(OF)} of {len(ours)} numbers"
+    ours, of = with_numbers(RESULTS, file, parsed(chosen), field), OF[how or "mean"]
     if change:
-        theirs = numbers(file, selection | parsed(other), field)
-        if change == "over":
-            return OF[how or "mean"](list(ours)) / OF[how or "mean"](list(theirs))
-        ours = (ours - theirs).dropna()  # seed by seed
-    return OF[how or "mean"](list(ours))
+        theirs = with_numbers(RESULTS, file, parsed(chosen) | parsed(other), field)
+        return (
+            of(numbers(ours, field)) / of(numbers(theirs, field))
+            if change == "over"
+            else of(differences(ours, theirs, field))
+        )
+    found = numbers(ours, field)
+    assert how or len(set(found)) == 1, f"{address}: say which of {', '.join(OF)} of {len(found)} numbers"
+    return of(found)
 
 
 def written(value: float, like: str) -> str:
