@@ -9,7 +9,7 @@ is the ratio of means, and `lead` the mean difference seed by seed, ±, to the r
 third place asks for a column per task. "run!=a" leaves rows out. A mixer without a row, or a seed that counts twice in
 one cell, is refused. A picture has a dot per row of the record, or a line where rows are steps, and a panel per task:
 
-    <!-- picture: mad.csv: run=mad_laptop: mixer / task: mean (accuracy over training): mad.png -->
+    <!-- picture: mad.csv: run=mad_laptop: mixer / task: mean (mean accuracy): mad.png -->
 """
 
 from __future__ import annotations
