@@ -24,7 +24,7 @@ from statistics import mean, median, stdev
 from fem.tables import markdown_table
 
 TABLE = re.compile(r"(<!-- table: (\S+\.csv): (.*?): (.*?): (.*?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-PICTURE = re.compile(r"<!-- picture: (\S+\.csv): (.*?): (.*?) / (.*?): (\w+) \((.*?)\): (\S+\.png) -->")
+PICTURE = re.compile(r"<!-- picture: (\S+\.csv): (.*?): (.*?) / (.*?): (\w+)(?: \((.*?)\))?: (\S+\.png) -->")
 
 
 def _error(numbers: list[float]) -> float | None:
@@ -166,7 +166,9 @@ def filled(text: str, folder: Path) -> str:
     return TABLE.sub(lambda found: f"{found[1]}{markdown_table(rows(folder, *found.groups()[1:]))}", text)
 
 
-def draw(folder: Path, file: str, selection: str, by: str, panel: str, field: str, words: str, name: str) -> None:
+def draw(
+    folder: Path, file: str, selection: str, by: str, panel: str, field: str, words: str | None, name: str
+) -> None:
     """The picture of a page: every value of the column `by` has a dot for each of its rows, or a line over steps."""
     from fem_research.common.names import colour  # with matplotlib, which a table does without
     from fem_research.common.plots import Panel, dots, learning_curves
@@ -186,13 +188,13 @@ def draw(folder: Path, file: str, selection: str, by: str, panel: str, field: st
             )
             for title, part in panels.items()
         ]
-        learning_curves(folder / name, f"{words} while training", lines, colours)
+        learning_curves(folder / name, f"{words or field} while training", lines, colours)
     else:
         scores = {
             title: {label: [float(row[field]) for row in of] for label, of in part.items()}
             for title, part in panels.items()
         }
-        dots(folder / name, f"{words} of every training", scores, colours)
+        dots(folder / name, f"{words or field} of every training", scores, colours)
 
 
 def _runs(rows: Rows) -> list[Rows]:

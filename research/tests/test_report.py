@@ -22,7 +22,7 @@ PAGE = """# Mine
 <!-- table: vision.csv: task=digits: mixer: score mean -->
 <!-- end -->
 
-<!-- picture: vision.csv: task=digits: mixer / task: score (score): dots.png -->
+<!-- picture: vision.csv: task=digits: mixer / task: score: dots.png -->
 """
 
 
