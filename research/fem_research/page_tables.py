@@ -4,12 +4,12 @@
     <!-- end -->
 
 A row of the table has equal values in the columns named third. Its numbers are those fields' mean, error (standard
-error of the mean), ± (both), sd, median, min, max, sum or n over the rows of the record that have them; `over` is the
-ratio of means, and `lead` the mean difference seed by seed, ±, to the rows of attention. "mixer / task" in the third
-place asks for a column per task. A picture has a dot per row of the record, or a line where rows are steps, and a panel
-per task:
+error of the mean), ± (both), sd, median, min, max, range, sum or n over the rows of the record that have them; `over`
+is the ratio of means, and `lead` the mean difference seed by seed, ±, to the rows of attention. "mixer / task" in the
+third place asks for a column per task. "run!=a" leaves rows out. A mixer without a row, or a seed that counts twice in
+one cell, is refused. A picture has a dot per row of the record, or a line where rows are steps, and a panel per task:
 
-    <!-- picture: mad.csv: run=mad_laptop: mixer / task: mean: mad.png -->
+    <!-- picture: mad.csv: run=mad_laptop: mixer / task: mean (mean accuracy): mad.png -->
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from statistics import mean, median, stdev
 from fem.tables import markdown_table
 
 TABLE = re.compile(r"(<!-- table: (\S+\.csv): (.*?): (.*?): (.*?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-PICTURE = re.compile(r"<!-- picture: (\S+\.csv): (.*?): (.*?) / (.*?): (\w+): (\S+\.png) -->")
+PICTURE = re.compile(r"<!-- picture: (\S+\.csv): (.*?): (.*?) / (.*?): (\w+)(?: \((.*?)\))?: (\S+\.png) -->")
 
 
 def _error(numbers: list[float]) -> float | None:
@@ -46,6 +46,7 @@ OF: dict[str, Callable[[list[float]], float | str | None]] = {
     "joint": lambda errors: math.hypot(*errors) / len(errors) if errors else None,  # of the mean of several errors
     "min": lambda numbers: min(numbers, default=None),
     "max": lambda numbers: max(numbers, default=None),
+    "range": lambda numbers: max(numbers) - min(numbers) if numbers else None,
     "sum": sum,
     "n": len,
 }
@@ -60,15 +61,21 @@ def parsed(selection: str) -> dict[str, list[str]]:
 
 
 def selected(file: Path, allowed: Mapping[str, list[str]]) -> Rows:
-    """The rows of a CSV file that have one of the allowed values in every column."""
+    """The rows of a CSV file that have one of the allowed values in every column, and none where it ends in "!"."""
     with open(file, newline="", encoding="utf-8") as opened:
-        return [row for row in csv.DictReader(opened) if all(row[c] in values for c, values in allowed.items())]
+        return [
+            row
+            for row in csv.DictReader(opened)
+            if all((row[c.removesuffix("!")] in values) != c.endswith("!") for c, values in allowed.items())
+        ]
 
 
-def _with_numbers(folder: Path, file: str, selection: str, field: str) -> Rows:
-    found = [row for row in selected(folder / file, parsed(selection)) if row[field]]
+def with_numbers(folder: Path, file: str, selection: Mapping[str, list[str]], field: str) -> Rows:
+    """The selected rows that have a number in this field. Raises ValueError where there are none."""
+    found = [row for row in selected(folder / file, selection) if row[field]]
     if not found:
-        raise ValueError(f"{file} has no {field} where {selection}.")
+        where = ", ".join(f"{column}={'|'.join(values)}" for column, values in selection.items())
+        raise ValueError(f"{file} has no {field} where {where}.")
     return found
 
 
@@ -79,11 +86,40 @@ def _groups(rows: Rows, columns: list[str]) -> dict[tuple[str, ...], Rows]:
     return groups
 
 
+def numbers(rows: Rows, field: str) -> list[float]:
+    """The numbers of a field, one for each training. Raises ValueError where a seed of a task stands twice."""
+    rows = [row for row in rows if row[field]]
+    seeded = [row for row in rows if row.get("seed")]
+    of_seed = _groups(seeded, [column for column in ("seed", "task") if seeded and column in seeded[0]])
+    for (seed, *task), of in of_seed.items():
+        if len(of) > 1:
+            runs = " and ".join(row["run"] for row in of)
+            raise ValueError(
+                f"seed {' of '.join([seed, *task])} must count once for {of[0]['mixer']}, got runs {runs}."
+            )
+    return [float(row[field]) for row in rows]
+
+
+def differences(ours: Rows, theirs: Rows, field: str) -> list[float]:
+    """Ours minus theirs, task by task and seed by seed, of those that both have."""
+    ours, theirs = ([row for row in rows if row[field]] for rows in (ours, theirs))
+    base = dict(zip(map(_training, theirs), numbers(theirs, field), strict=True))
+    pairs = zip(map(_training, ours), numbers(ours, field), strict=True)
+    return [number - base[training] for training, number in pairs if training in base]
+
+
+def _training(row: Mapping[str, str]) -> tuple[str | None, str]:
+    return row.get("task"), row["seed"]
+
+
 def rows(folder: Path, file: str, selection: str, by: str, fields: str) -> list[dict]:
-    """The rows of one table. Raises ValueError where the record has no such rows."""
+    """The rows of one table. Raises ValueError where a mixer that is asked for has no row, or a seed counts twice."""
     by, _, across = by.partition(" / ")
     columns, wanted = by.split(", "), [field.split(" ") for field in fields.split(", ")]
-    table = _with_numbers(folder, file, selection, wanted[0][0])
+    table = with_numbers(folder, file, parsed(selection), wanted[0][0])
+    table = [row | {"date": row["date"].partition("T")[0]} if "date" in row else row for row in table]
+    if missing := set(parsed(selection).get("mixer", [])) - {row["mixer"] for row in table}:
+        raise ValueError(f"{file} has no {wanted[0][0]} of {', '.join(sorted(missing))} where {selection}.")
     parts = {name: of for (name,), of in _groups(table, [across]).items()} if across else {"": table}
     settings = [column for column in columns if column not in ("mixer", "rate")]
     lines = []
@@ -108,18 +144,21 @@ def _place(value: str | int) -> tuple[float, str]:
 
 
 def _number(ours: Rows, theirs: Rows, field: str, how: str) -> float | int | str | None:
-    a, b = ([float(row[field]) for row in rows if row[field]] for rows in (ours, theirs))
-    if how == "over":
-        return f"{mean(a) / mean(b):.2f}" if a and b else None
     if how == "lead":
-        base = {row["seed"]: float(row[field]) for row in theirs if row[field]}
-        pairs = [float(row[field]) - base[row["seed"]] for row in ours if row[field] and row["seed"] in base]
+        pairs = differences(ours, theirs, field)
         return f"{mean(pairs):+.3f}" + ("" if len(pairs) < 2 else f" ± {_error(pairs):.3f}") if any(pairs) else None
+    if how == "n":
+        return sum(bool(row[field]) for row in ours)
+    a = numbers(ours, field)
+    if how == "over":
+        b = numbers(theirs, field)
+        return f"{mean(a) / mean(b):.2f}" if a and b else None
     return OF[how](a)
 
 
 def _heading(field: str, how: str) -> str:
-    return {"mean": field, "±": field, "n": "trainings", "over": f"{field}, ratio"}.get(how, f"{field}, {how}")
+    count = "rows" if field == "mixer" else "trainings"
+    return {"mean": field, "±": field, "n": count, "over": f"{field}, ratio"}.get(how, f"{field}, {how}")
 
 
 def filled(text: str, folder: Path) -> str:
@@ -127,12 +166,14 @@ def filled(text: str, folder: Path) -> str:
     return TABLE.sub(lambda found: f"{found[1]}{markdown_table(rows(folder, *found.groups()[1:]))}", text)
 
 
-def draw(folder: Path, file: str, selection: str, by: str, panel: str, field: str, name: str) -> None:
+def draw(
+    folder: Path, file: str, selection: str, by: str, panel: str, field: str, words: str | None, name: str
+) -> None:
     """The picture of a page: every value of the column `by` has a dot for each of its rows, or a line over steps."""
     from fem_research.common.names import colour  # with matplotlib, which a table does without
     from fem_research.common.plots import Panel, dots, learning_curves
 
-    found = _with_numbers(folder, file, selection, field)
+    found = with_numbers(folder, file, parsed(selection), field)
     panels = {
         title: {label: of for (label,), of in _groups(part, [by]).items()}
         for (title,), part in _groups(found, [panel]).items()
@@ -140,16 +181,20 @@ def draw(folder: Path, file: str, selection: str, by: str, panel: str, field: st
     colours = {row[by]: colour(row[by]) for row in found}
     if "step" in found[0]:
         lines = [
-            Panel(title, "step", {label: [_line(of_run, field) for of_run in _runs(of)] for label, of in part.items()})
+            Panel(
+                title if len(panels) > 1 else "",
+                "step",
+                {label: [_line(of_run, field) for of_run in _runs(of)] for label, of in part.items()},
+            )
             for title, part in panels.items()
         ]
-        learning_curves(folder / name, f"{field} while training", lines, colours)
+        learning_curves(folder / name, f"{words or field} while training", lines, colours)
     else:
         scores = {
             title: {label: [float(row[field]) for row in of] for label, of in part.items()}
             for title, part in panels.items()
         }
-        dots(folder / name, f"{field} of every training", scores, colours)
+        dots(folder / name, f"{words or field} of every training", scores, colours)
 
 
 def _runs(rows: Rows) -> list[Rows]:

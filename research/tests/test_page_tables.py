@@ -52,3 +52,22 @@ def test_a_table_may_have_a_column_per_task_and_ratios_to_attention(tmp_path):
         "| short | attention | 1.00 |",
         "| short | FEM | 1.50 |",
     ]
+
+
+def test_a_seed_counts_once_in_a_cell(tmp_path):
+    (tmp_path / "x.csv").write_text(RECORD.replace("FEM,1", "FEM,0"))
+    with pytest.raises(ValueError, match=r"seed 0 must count once for FEM, got runs a and a\."):
+        filled(PAGE, tmp_path)
+
+
+def test_a_mixer_without_a_row_is_an_error(tmp_path):
+    (tmp_path / "x.csv").write_text(RECORD)
+    with pytest.raises(ValueError, match=r"x\.csv has no score of GLA where mixer=FEM\|GLA\."):
+        filled(PAGE.replace("run=a|b", "mixer=FEM|GLA"), tmp_path)
+
+
+def test_rows_can_be_left_out(tmp_path):
+    (tmp_path / "x.csv").write_text(RECORD)
+    text = filled(PAGE.replace("run=a|b", "mixer!=attention"), tmp_path)
+    assert "| FEM |" in text
+    assert "| attention |" not in text
