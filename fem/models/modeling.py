@@ -38,8 +38,8 @@ logger = logging.get_logger(__name__)
 class FEMBlock(GradientCheckpointingLayer):
     """x + Mixer(RMSNorm(x)), then x + SwiGLU(RMSNorm(x))
 
-    A softmax mixer reads through transformers' attention interface, where config._attn_implementation names one of its
-    functions, and to those the block is the attention module; every other mixer reads exactly.
+    Given position_ids (B, T), a softmax mixer reads through transformers' attention interface, for which the block is
+    the attention module. Every other mixer reads exactly, and keeps its state in the cache.
     """
 
     def __init__(self, config: FEMConfig, mixer: FreeEnergyMixerConfig, index: int):
@@ -65,7 +65,7 @@ class FEMBlock(GradientCheckpointingLayer):
         **keywords,
     ) -> Float[Tensor, "b t d"]:
         y = self.mixer_norm(x)
-        if self.attends and self.config._attn_implementation not in (EXACT, None):
+        if self.attends and position_ids is not None:
             read = functools.partial(attend, self, attention_mask=attention_mask, past_key_values=past_key_values)
             y = self.mixer.read_by(y, position_ids, functools.partial(read, **keywords))
         elif past_key_values is None:
