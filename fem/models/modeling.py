@@ -24,11 +24,11 @@ from transformers.utils.generic import can_return_tuple
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.mlp import SwiGLU
-from fem.models.arguments import SAID_BY_POSITIONS, check_names, is_of_tokens, read_documents
+from fem.models.arguments import SAID_BY_POSITIONS, check_names, is_of_tokens, mask_of_new_tokens, read_documents
 from fem.models.cache import FEMCache, memory_of
 from fem.models.configuration import FEMConfig
 from fem.models.engines.attention import EXACT, attend
-from fem.models.engines.inputs import WRITTEN, documents_of, marks_of, tokens_of
+from fem.models.engines.inputs import WRITTEN, documents_of, masks_of, positions_of, tokens_of
 from fem.models.engines.support import attends, layer_type, obstacle
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
 
@@ -66,8 +66,8 @@ class FEMBlock(GradientCheckpointingLayer):
     ) -> Float[Tensor, "b t d"]:
         y = self.mixer_norm(x)
         if self.attends and position_ids is not None:
-            read = functools.partial(attend, self, attention_mask=attention_mask, past_key_values=past_key_values)
-            y = self.mixer.read_by(y, position_ids, functools.partial(read, **keywords))
+            keywords |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
+            y = self.mixer.read_by(y, position_ids, functools.partial(attend, self, **keywords))
         elif past_key_values is None:
             y = self.mixer(y, attention_mask, segment_ids)
         else:
@@ -178,7 +178,6 @@ class FEMModel(FEMPreTrainedModel):
         config, name = self.config, self.config._attn_implementation
         if name == EXACT:
             check_names(self, kwargs, position_ids)
-            kwargs = {}
         elif name in ("sdpa", "eager"):  # further ones are continuous batching's
             check_names(self, {name: kwargs.get(name) for name in SAID_BY_POSITIONS}, position_ids)
         past, cached = tokens_of(past_key_values), past_key_values is not None or bool(use_cache)
@@ -186,16 +185,21 @@ class FEMModel(FEMPreTrainedModel):
         if past_key_values is None and self._wants_cache(use_cache) and (name == EXACT or documents is None):
             past_key_values = FEMCache(len(self.layers)) if name == EXACT else DynamicCache(config=config)
             setattr(past_key_values, WRITTEN, True)
-        told = name != EXACT and past_key_values is None and position_ids is not None
-        self._check_length(past, past + x.shape[1], packed=documents is not None or told)
-        marks = position_ids, segment_ids, documents, past, past_key_values
-        kwargs |= marks_of(config, self.kinds, x, attention_mask, *marks)
+        by_positions = name != EXACT and past_key_values is None and position_ids is not None
+        self._check_length(past, past + x.shape[1], packed=documents is not None or by_positions)
+        if name == EXACT:
+            told = {"attention_mask": mask_of_new_tokens(attention_mask, past, x), "segment_ids": documents}
+        else:
+            attention_mask = attention_mask if documents is None else None
+            position_ids = positions_of(x, attention_mask, position_ids, segment_ids, past)
+            masks = masks_of(config, self.kinds, x, attention_mask, position_ids, past_key_values)
+            told = {"attention_mask": masks, "position_ids": position_ids, **kwargs}
 
         record = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden_states = () if record else None
         for block in self.layers:
             hidden_states = (*hidden_states, x) if record else None
-            x = block(x, past_key_values=past_key_values, **kwargs)
+            x = block(x, past_key_values=past_key_values, **told)
         x = self.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from fem.models.arguments import is_of_tokens, mask_of_new_tokens, read_documents
+from fem.models.arguments import is_of_tokens, read_documents
 from fem.models.engines.attention import EXACT
 from fem.models.engines.support import FULL, SLIDING
 from fem.ops.common.tokens import read_tokens
@@ -35,28 +35,6 @@ def tokens_of(cache: object) -> int | Tensor:
             )
         setattr(cache, WRITTEN, True)
     return seen
-
-
-def marks_of(
-    config: PreTrainedConfig,
-    kinds: set[str],
-    x: Tensor,
-    attention_mask: Tensor | dict | None,
-    position_ids: Tensor | None,
-    segment_ids: Tensor | None,
-    documents: Tensor | None,
-    past: int | Tensor,
-    cache: Cache | None,
-) -> dict:
-    """What every block is told of the tokens of x, as config._attn_implementation reads it: which are kept and their
-    documents, or their positions and the engine's masks."""
-    if config._attn_implementation == EXACT:
-        return {"attention_mask": mask_of_new_tokens(attention_mask, past, x), "segment_ids": documents}
-    if documents is not None:
-        attention_mask = None
-    position_ids = positions_of(x, attention_mask, position_ids, segment_ids, past)
-    masks = masks_of(config, kinds, x, attention_mask, position_ids, cache)
-    return {"position_ids": position_ids, "attention_mask": masks}
 
 
 def documents_of(
