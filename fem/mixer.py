@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from fem import fused_layer
 from fem.call import Call, unknown_argument
 from fem.conditioner import TimeDecayConditioner
 from fem.config import FreeEnergyMixerConfig, build_config
-from fem.gates import Temperature, TwoLevelGate
 from fem.inspection import Reading, read_tables
-from fem.ops.common.tokens import Tokens
-from fem.optim import AsksNoDecay
+from fem.ops.common.read import Read
+from fem.ops.common.tokens import PLAIN, Tokens
+from fem.pipeline import FreeEnergyLayer
 from fem.priors import PRIORS, OperatorPrior, Prior
 from fem.projection import Projection, move
 from fem.state import MixerState, kind_of
 
 
-class FreeEnergyMixer(AsksNoDecay, nn.Module):
+class FreeEnergyMixer(FreeEnergyLayer):
     """A sequence mixer whose channels each pick their own token, under any prior.
 
         mean_tj = sum_i p_t(i) v_ij          F_tj = (1 / beta_j) log sum_i p_t(i) exp(beta_j v_ij)            (Eq. 4)
@@ -51,7 +52,6 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
         if config is None and sizes:
             config, sizes = build_config(**sizes), {}
         _check_parts(config, prior, sizes)
-        self.config = config
         value_dim = config.kv_heads * config.value_width
         self.conditioner = TimeDecayConditioner(config) if config.use_conv else None
         self.value = Projection(config.n_embd, value_dim, config.bias)
@@ -61,10 +61,8 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
         self.prior = PRIORS[config.prior_type](config) if prior is None else prior
         self.prior.check(config)
         _check_buffers(self.prior)
-        self.beta = Temperature(config, self.prior.beta_shape(config)) if config.use_temperature else None
-        self.gate = TwoLevelGate(config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.output = Projection(config.fem_dim, config.n_embd, config.bias)
+        self.takes_pairs = self.prior.takes_pairs
+        self.add_read_parts(config, self.prior.beta_shape(config))
         self.kind = kind_of(config, self.prior.name)
         move(self, device, dtype)
 
@@ -82,13 +80,23 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
         call = Call.open(self, x, attention_mask, segment_ids, state, return_state)
         f, hidden = self.features(call.x, call.tokens, call.hidden)  # [x, h]                     Eq. 33
         if fused_layer.fits(self, call):
-            o, memory = fused_layer.mixed(self, call, f)  # the next four lines in few launches
+            o, memory = fused_layer.mixed(self, call, f)  # the next two lines in few launches
         else:
-            beta = self.temperature(call.x)
-            v, free_values = self.values(call.x, f, beta)  # v (1 + eta)                          Eq. 34b
-            read, memory = self.prior(f, v, beta, call.tokens, call.memory, free_values)  #       Eq. 4
-            o = self.gate.mixed(f, read)  # g ((1 - lambda) mean + lambda F)                      Eq. 7, 10, 11
-        return call.close(self.output(self.dropout(o.flatten(-2))), memory, hidden)
+            read = lambda v, beta, free: self.prior(f, v, beta, call.tokens, call.memory, free)  # noqa: E731  Eq. 4
+            o, memory = self.mixed(f, self.modulated(call.x, f), read)  # g ((1 - lambda) mean + lambda F)   Eq. 7, 11
+        return call.close(self.projected(o), memory, hidden)
+
+    def read_by(
+        self, x: Float[Tensor, "b t d"], position: Tensor, attention: Callable[..., Read]
+    ) -> Float[Tensor, "b t d"]:
+        """A softmax layer whose read is attention(q, k, v, beta, free_values), which keeps a cache of its own.
+
+        position: (B, T), where the tokens stand in their document.
+        """
+        f, _ = self.features(x, PLAIN, None)
+        q, k = self.prior.queries_and_keys(f, position)
+        o, _ = self.mixed(f, self.modulated(x, f), lambda *values: (attention(q, k, *values), None))
+        return self.projected(o)
 
     def features(
         self, x: Float[Tensor, "b t d"], tokens: Tokens, hidden: Float[Tensor, "b c"] | None
@@ -99,45 +107,12 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
         h, hidden = self.conditioner(x, tokens, hidden)
         return torch.cat([x, h], -1), hidden
 
-    def temperature(self, like: Tensor) -> Tensor | None:
-        """beta, in `Prior.beta_shape`; 1 where it is not learnt, None without a free energy."""
-        if not self.config.use_lse:
-            return None
-        return like.new_ones(self.prior.beta_shape(self.config)) if self.beta is None else self.beta()
-
-    def values(
-        self, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"], beta: Tensor | None
-    ) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b t h df"] | None]:
-        """v (1 + eta_v), as a `pair`.                                                                  (Eq. 34b)"""
-        return self.pair(self.modulated(x, features), beta)
-
-    def pair(
-        self, v: Float[Tensor, "b t h dv"], beta: Tensor | None
-    ) -> tuple[Float[Tensor, "b t h dm"], Float[Tensor, "b t h df"] | None]:
-        """The values whose mean is read, and those whose free energy is read; None: the same ones."""
-        v, free = self._parts(v, beta)
-        if not (self.config.free_alone and self.prior.takes_pairs):
-            return v, free
-        return v[..., :0], v if free is None else free
-
     def modulated(self, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"]) -> Float[Tensor, "b t h dv"]:
         """v (1 + eta_v), all values of a head side by side.                                          (Eq. 34b)"""
         v = self.value(x)
         if self.value_scale is not None:
             v = torch.addcmul(v, v, self.value_scale(features[..., self.config.n_embd :]))
         return torch.unflatten(v, -1, (-1, self.config.value_width))
-
-    def _parts(
-        self, v: Float[Tensor, "b t h dv"], beta: Tensor | None
-    ) -> tuple[Float[Tensor, "b t h dm"], Float[Tensor, "b t h df"] | None]:
-        """`pair`, with the mean of channels that read F alone."""
-        config, free = self.config, v
-        if config.free_share is not None:
-            v, free = v.split([config.value_width - config.free_width, config.free_width], -1)
-        cap = config.value_logexp_cap
-        if cap is not None:
-            free = ((beta * free).clamp(-cap, cap) / beta).to(v.dtype)
-        return v, None if free is v else free
 
     @torch.no_grad()
     def inspect(
@@ -150,7 +125,7 @@ class FreeEnergyMixer(AsksNoDecay, nn.Module):
         tokens = call.tokens
         features, _ = self.features(call.x, tokens, None)
         beta = self.temperature(call.x)
-        v, free_values = self._parts(self.modulated(call.x, features), beta)
+        v, free_values = self.parts(self.modulated(call.x, features), beta)
         read, _ = self.prior(features, v, beta, tokens, None, free_values)
         lambda_, gate = self.gate(features)
         if free_values is not None:

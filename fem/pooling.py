@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from fem.checks import positive_int
 from fem.config import build_config
 from fem.functional import softmax_read
-from fem.gates import Temperature, TwoLevelGate
 from fem.inspection import Reading, softmax_tables
 from fem.ops.common.tokens import read_tokens
 from fem.optim import AsksNoDecay, mark_undecayed
+from fem.pipeline import FreeEnergyLayer
 from fem.projection import Projection, check_tokens, move
 
 FIELDS = (
@@ -32,7 +32,7 @@ FIELDS = (
 )
 
 
-class FreeEnergyCrossMixer(AsksNoDecay, nn.Module):
+class FreeEnergyCrossMixer(FreeEnergyLayer):
     """Every query of x reads a memory; each of its channels picks tokens of its own.
 
         p_t(i) = softmax_i(q_t . k_i / sqrt(d_k))      q from x_t, k and v from memory_i, no positions
@@ -61,15 +61,11 @@ class FreeEnergyCrossMixer(AsksNoDecay, nn.Module):
         if unknown := [name for name in fields if name not in FIELDS]:
             raise TypeError(f"fields must be among {', '.join(FIELDS)} for a read across; got {', '.join(unknown)}.")
         config = build_config(n_embd=n_embd, n_head=n_head, causal=False, use_conv=False, use_rope=False, **fields)
-        self.config = config
         self.memory_dim = n_embd if memory_dim is None else positive_int("memory_dim", memory_dim)
         self.query = Projection(n_embd, config.qk_dim, config.bias)
         self.key = Projection(self.memory_dim, config.kv_heads * config.key_width, config.bias)
         self.value = Projection(self.memory_dim, config.kv_heads * config.value_width, config.bias)
-        self.beta = Temperature(config, (config.kv_heads, config.value_width)) if config.use_temperature else None
-        self.gate = TwoLevelGate(config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.output = Projection(config.fem_dim, n_embd, config.bias)
+        self.add_read_parts(config, (config.kv_heads, config.value_width))
         move(self, device, dtype)
 
     def forward(
@@ -80,26 +76,24 @@ class FreeEnergyCrossMixer(AsksNoDecay, nn.Module):
         **unknown,
     ) -> Float[Tensor, "b tq d"]:
         _refuse(unknown, "memory_mask")
-        inputs, options = self._read_of(x, memory, memory_mask)
+        q, k, v, options = self._read_of(x, memory, memory_mask)
         if not memory.shape[1]:
             return self.output(x.new_zeros(*x.shape[:2], self.config.fem_dim))
-        q, k, v, beta = inputs
-        v, free_values = (v[..., :0], v) if self.config.free_alone else (v, None)
-        read = softmax_read(q, k, v, beta, free_values=free_values, **options)
-        return self.output(self.dropout(self.gate.mixed(x, read).flatten(-2)))
+        read = lambda v, beta, free: (softmax_read(q, k, v, beta, free_values=free, **options), None)  # noqa: E731
+        return self.projected(self.mixed(x, v, read)[0])
 
     @torch.no_grad()
     def inspect(
         self, x: Float[Tensor, "b tq d"], memory: Float[Tensor, "b t m"], memory_mask: Tensor | None = None
     ) -> Reading:
         """Tables of what every query reads from the memory: see `FreeEnergyMixer.inspect`."""
-        inputs, options = self._read_of(x, memory, memory_mask)
+        q, k, v, options = self._read_of(x, memory, memory_mask)
         if 0 in (*x.shape[:2], memory.shape[1]):
             raise ValueError(f"inspect needs rows, queries and a memory, got {tuple(x.shape)}, {tuple(memory.shape)}.")
-        return softmax_tables(*inputs, self.gate(x), **options)
+        return softmax_tables(q, k, v, self.temperature(v), self.gate(x), **options)
 
-    def _read_of(self, x: Tensor, memory: Tensor, memory_mask: Tensor | None) -> tuple[tuple, dict]:
-        """The arguments of `softmax_read`: q, k, v, beta, and its options."""
+    def _read_of(self, x: Tensor, memory: Tensor, memory_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, dict]:
+        """q, k, v and the options of `softmax_read`."""
         width = self.config.n_embd
         check_tokens("x", x, f"(batch, queries, {width})", width, self.query)
         check_tokens("memory", memory, f"(batch, tokens, {self.memory_dim})", self.memory_dim, self.key)
@@ -109,16 +103,7 @@ class FreeEnergyCrossMixer(AsksNoDecay, nn.Module):
         memory = tokens.zero_masked(memory)
         q = self.query(x).unflatten(-1, (self.config.n_head, -1))
         k, v = (part(memory).unflatten(-1, (self.config.kv_heads, -1)) for part in (self.key, self.value))
-        return (q, k, v, self._temperature(v)), {
-            "causal": False,
-            "key_mask": tokens.keep,
-            "backend": self.config.backend,
-        }
-
-    def _temperature(self, v: Tensor) -> Tensor | None:
-        if not self.config.use_lse:
-            return None
-        return v.new_ones(v.shape[2:]) if self.beta is None else self.beta()
+        return q, k, v, {"causal": False, "key_mask": tokens.keep, "backend": self.config.backend}
 
 
 class FreeEnergyPooling(AsksNoDecay, nn.Module):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from fem.mixer import FreeEnergyMixer
 from fem.state import MixerState
 
 RECORDED = 64  # states kept at most; drafts of assisted decoding are shorter
@@ -93,18 +94,54 @@ class MixerMemory(CacheLayerMixin):
         self.update(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        raise TypeError("a FEMCache holds the states of FEM layers; another kind of layer needs a cache of its own.")
+        raise TypeError(
+            "this cache holds the states of FEM layers that read exactly, and another kind of layer needs one of its "
+            "own; leave out past_key_values and the model makes it."
+        )
+
+    def read(self, mixer: FreeEnergyMixer, x: Float[Tensor, "b t d"], *marks: Tensor | None) -> Float[Tensor, "b t d"]:
+        """mixer(x, *marks), marks (B, T) or None, after the tokens seen so far, which it remembers too."""
+        rows = []
+        for piece in self.pieces(x.shape[1]):
+            parts = (  # those of a wrong shape are passed on whole, and the mixer raises
+                mark if mark is None or mark.shape != x.shape[:2] else mark[:, piece] for mark in marks
+            )
+            y, state = mixer(x[:, piece], *parts, state=self.state, return_state=True)
+            self.store(state, tokens=y.shape[1])
+            rows.append(y)
+        return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
-class FEMCache(Cache):
+def memory_of(cache: Cache, layer: int) -> MixerMemory:
+    """The memory of a layer's mixer in a cache; it takes the place of an empty layer of a DynamicCache.
+
+    Raises ValueError on a layer of fixed size, and on one that holds keys and values.
+    """
+    layers = cache.layers
+    if layer == len(layers):
+        layers.append(MixerMemory())
+    memory = layers[layer]
+    if type(memory) is MixerMemory:
+        return memory
+    if type(memory) not in (DynamicLayer, DynamicSlidingWindowLayer) or memory.is_initialized:
+        raise ValueError(
+            f"past_key_values must be a cache that this model made in its exact form, or an empty DynamicCache, got "
+            f"{type(memory).__name__} in layer {layer}; leave it out and the model makes one."
+        )
+    layers[layer] = MixerMemory()
+    return layers[layer]
+
+
+class FEMCache(DynamicCache):
     """The memory of a `FEMModel`, for `past_key_values`: a fixed size for recurrent priors, a KV cache for softmax.
 
-    A call adds its tokens to the cache that it is given. copy.deepcopy costs nothing: continue a prompt as often as
-    you like.
+    A call adds its tokens to the cache that it is given; an empty DynamicCache will do as well. copy.deepcopy costs
+    nothing: continue a prompt as often as you like.
     """
 
     def __init__(self, num_layers: int):
-        super().__init__(layers=[MixerMemory() for _ in range(num_layers)])
+        super().__init__()
+        self.layers = [MixerMemory() for _ in range(num_layers)]
 
     @property
     def nbytes(self) -> int:

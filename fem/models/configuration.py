@@ -26,6 +26,11 @@ MODEL_NAMES = {
     "prior_type": "prior_type",
     **dict.fromkeys(ROTARY, "rope_parameters"),
 }
+READ_BY_MIXERS = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    *("prior_type", "layer_priors", "mixer", "rope_parameters"),
+)
+BUILT = "_built"  # the mixers' configurations beside what they were built from; saved nowhere
 OTHER_SIZES = {"intermediate_size": (None,), "max_position_embeddings": (None, "auto"), "num_key_value_heads": (None,)}
 
 
@@ -119,10 +124,18 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     def to_dict(self) -> dict:
         teach_peft()  # peft calls this method, then looks the model type up in the table that this fills
-        return super().to_dict()
+        saved = super().to_dict()
+        saved.pop(BUILT, None)
+        return saved
 
     def mixer_configs(self) -> list[FreeEnergyMixerConfig]:
-        """The configuration of every layer's mixer, in order."""
+        """The configuration of every layer's mixer, in order; built again where a field that they read has changed."""
+        said = repr([getattr(self, name, None) for name in READ_BY_MIXERS])
+        if vars(self).get(BUILT, ("",))[0] != said:
+            vars(self)[BUILT] = said, self._built_mixers()
+        return list(vars(self)[BUILT][1])
+
+    def _built_mixers(self) -> list[FreeEnergyMixerConfig]:
         layers, built = self._layer_fields(), []
         for layer, layer_fields in enumerate(layers):
             first = layers.index(layer_fields)

@@ -16,7 +16,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.generation import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
@@ -26,60 +25,55 @@ from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.mlp import SwiGLU
 from fem.models.arguments import SAID_BY_POSITIONS, check_names, is_of_tokens, mask_of_new_tokens, read_documents
-from fem.models.cache import FEMCache
+from fem.models.cache import FEMCache, memory_of
 from fem.models.configuration import FEMConfig
-from fem.models.engines.attention import EXACT, EngineAttention, served
+from fem.models.engines.attention import EXACT, attend
 from fem.models.engines.inputs import WRITTEN, documents_of, masks_of, positions_of, tokens_of
-from fem.models.engines.support import obstacle
+from fem.models.engines.support import attends, layer_type, obstacle
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
 
 logger = logging.get_logger(__name__)
 
 
 class FEMBlock(GradientCheckpointingLayer):
-    """x + Mixer(RMSNorm(x)), then x + SwiGLU(RMSNorm(x))"""
+    """x + Mixer(RMSNorm(x)), then x + SwiGLU(RMSNorm(x))
+
+    Given position_ids (B, T), a softmax mixer reads through transformers' attention interface, for which the block is
+    the attention module. Every other mixer reads exactly, and keeps its state in the cache.
+    """
 
     def __init__(self, config: FEMConfig, mixer: FreeEnergyMixerConfig, index: int):
         super().__init__()
-        self.index = index
+        self.config, self.layer_idx, self.kind = config, index, layer_type(mixer)
+        self.is_causal, self.sliding_window, self.scaling = True, mixer.window, mixer.key_width**-0.5
+        self.num_key_value_groups, self.head_dim = mixer.n_head // mixer.kv_heads, config.head_dim
+        self.attends = attends(mixer)
         self.mixer_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = FreeEnergyMixer(mixer)
-        self.attention = EngineAttention(config, mixer, index)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.register_buffer("largest", torch.zeros(()), persistent=False)  # |beta v| that `attend` has seen
+        self.warned = False
 
     def forward(
         self,
         x: Float[Tensor, "b t d"],
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict | None = None,
         segment_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        engine: dict | None = None,
+        position_ids: Tensor | None = None,
+        **keywords,
     ) -> Float[Tensor, "b t d"]:
-        if engine is None:
-            x = x + self._mix(self.mixer_norm(x), attention_mask, segment_ids, past_key_values)
+        y = self.mixer_norm(x)
+        if self.attends and position_ids is not None:
+            keywords |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
+            y = self.mixer.read_by(y, position_ids, functools.partial(attend, self, **keywords))
+        elif past_key_values is None:
+            y = self.mixer(y, attention_mask, segment_ids)
         else:
-            x = x + self._mix_in_engine(self.mixer_norm(x), past_key_values=past_key_values, **engine)
+            y = memory_of(past_key_values, self.layer_idx).read(self.mixer, y, attention_mask, segment_ids)
+        x = x + y
         return x + self.mlp(self.mlp_norm(x))
-
-    def _mix(
-        self, x: Tensor, attention_mask: Tensor | None, segment_ids: Tensor | None, cache: FEMCache | None
-    ) -> Tensor:
-        if cache is None:
-            return self.mixer(x, attention_mask, segment_ids)
-        memory, rows = cache.layers[self.index], []
-        for piece in memory.pieces(x.shape[1]):
-            marks = (  # those of a wrong shape are passed on whole, and the mixer raises
-                mark if mark is None or mark.shape != x.shape[:2] else mark[:, piece]
-                for mark in (attention_mask, segment_ids)
-            )
-            y, state = self.mixer(x[:, piece], *marks, state=memory.state, return_state=True)
-            memory.store(state, tokens=y.shape[1])
-            rows.append(y)
-        return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-
-    def _mix_in_engine(self, x: Tensor, position_ids: Tensor, **keywords) -> Tensor:
-        return served(self.mixer, x, position_ids, functools.partial(self.attention, **keywords))
 
 
 class FEMPreTrainedModel(PreTrainedModel):
@@ -100,7 +94,7 @@ class FEMPreTrainedModel(PreTrainedModel):
         super().__init__(config)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """None means the exact form; any other name is an engine's, which reads over [v | e] (`EngineAttention`).
+        """None means the exact form; any other name is an engine's, which reads over [v | e] (`attend`).
 
         Raises ValueError on a model that no engine can serve.
         """
@@ -122,6 +116,8 @@ class FEMPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """The parts of mixers initialise themselves, transformers all else; loaded parameters are kept."""
+        if isinstance(module, FEMBlock):
+            module.largest.zero_()
         if type(module).__module__.startswith("torch.") or not hasattr(module, "reset_parameters"):
             super()._init_weights(module)
             return
@@ -137,18 +133,19 @@ class FEMModel(FEMPreTrainedModel):
     input_ids (B, T), or inputs_embeds (B, T, D). attention_mask (B, T_past + T): 1 = keep, over the cached tokens too;
     masking a token equals deleting it, on either side. segment_ids (B, T): packed documents equal separate runs;
     position_ids that restart say the same (`read_documents`), and positions are otherwise counted from the mask, so any
-    position_ids will do. past_key_values: a `FEMCache`, to which the call adds its
-    tokens. Arguments of transformers that mean nothing to a mixer are ignored (`SET_ASIDE` of fem.models.arguments).
+    position_ids will do. past_key_values: a DynamicCache, to which the call adds its tokens, as states or, by an
+    engine's attention, as keys and [v | e]. Arguments of transformers that mean nothing to a mixer are ignored
+    (`SET_ASIDE` of fem.models.arguments).
 
-    Raises ValueError on wrong shapes and rows longer than config.max_position_embeddings, TypeError on another cache
-    and on unknown arguments.
+    Raises ValueError on wrong shapes, rows longer than config.max_position_embeddings and a cache that another model
+    has filled, TypeError on unknown arguments and on a cache of states for an engine's attention.
     """
 
     def __init__(self, config: FEMConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(FEMBlock(config, mixer, i) for i, mixer in enumerate(config.mixer_configs()))
-        self.kinds = {block.attention.kind for block in self.layers}
+        self.kinds = {block.kind for block in self.layers}
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -178,64 +175,37 @@ class FEMModel(FEMPreTrainedModel):
                 f"input_ids must be integers of shape (batch, tokens), got {tuple(input_ids.shape)} {input_ids.dtype}."
             )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if self.config._attn_implementation in ("sdpa", "eager"):  # further ones are continuous batching's
+        config, name = self.config, self.config._attn_implementation
+        if name == EXACT:
+            check_names(self, kwargs, position_ids)
+        elif name in ("sdpa", "eager"):  # further ones are continuous batching's
             check_names(self, {name: kwargs.get(name) for name in SAID_BY_POSITIONS}, position_ids)
-        if self.config._attn_implementation != EXACT:
-            asked = attention_mask, position_ids, past_key_values, use_cache, output_hidden_states, segment_ids
-            return self._in_engine(x, *asked, **kwargs)
-        check_names(self, kwargs, position_ids)
-        cache = self._cache(past_key_values, use_cache)
-        past = 0 if cache is None else cache.get_seq_length()
-        segment_ids = read_documents(x, attention_mask, position_ids, past, segment_ids)
-        self._check_length(past, past + x.shape[1], packed=segment_ids is not None)
-        attention_mask = mask_of_new_tokens(attention_mask, past, x)
+        past, cached = tokens_of(past_key_values), past_key_values is not None or bool(use_cache)
+        documents = documents_of(config, x, attention_mask, position_ids, segment_ids, past, cached)
+        if past_key_values is None and self._wants_cache(use_cache) and (name == EXACT or documents is None):
+            past_key_values = FEMCache(len(self.layers)) if name == EXACT else DynamicCache(config=config)
+            setattr(past_key_values, WRITTEN, True)
+        by_positions = name != EXACT and past_key_values is None and position_ids is not None
+        self._check_length(past, past + x.shape[1], packed=documents is not None or by_positions)
+        if name == EXACT:
+            told = {"attention_mask": mask_of_new_tokens(attention_mask, past, x), "segment_ids": documents}
+        else:
+            attention_mask = attention_mask if documents is None else None
+            position_ids = positions_of(x, attention_mask, position_ids, segment_ids, past)
+            masks = masks_of(config, self.kinds, x, attention_mask, position_ids, past_key_values)
+            told = {"attention_mask": masks, "position_ids": position_ids, **kwargs}
 
-        masks = {"attention_mask": attention_mask, "segment_ids": segment_ids}
-        return self._through_blocks(x, output_hidden_states, cache, **masks)
-
-    def _in_engine(
-        self, x, attention_mask, position_ids, past, use_cache, output_hidden_states, segment_ids, **keywords
-    ) -> BaseModelOutputWithPast:
-        """The forward pass by config._attn_implementation, over the cache, masks and positions that engines have."""
-        seen = tokens_of(past, self.config._attn_implementation)
-        cached = past is not None or bool(use_cache)
-        documents = documents_of(self.config, x, attention_mask, position_ids, segment_ids, seen, cached)
-        if documents is not None:
-            attention_mask = None
-        elif past is None and self._wants_cache(use_cache):
-            past = DynamicCache(config=self.config)
-            setattr(past, WRITTEN, True)
-        packed = documents is not None or (past is None and position_ids is not None)
-        self._check_length(seen, seen + x.shape[1], packed)
-        position_ids = positions_of(x, attention_mask, position_ids, segment_ids, seen)
-        masks = masks_of(self.config, self.kinds, x, attention_mask, position_ids, past)
-        engine = {"position_ids": position_ids, "attention_mask": masks, **keywords}
-        return self._through_blocks(x, output_hidden_states, past, engine=engine)
-
-    def _through_blocks(
-        self, x: Tensor, output_hidden_states: bool | None, cache: Cache | None, **keywords
-    ) -> BaseModelOutputWithPast:
-        record = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        record = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden_states = () if record else None
         for block in self.layers:
             hidden_states = (*hidden_states, x) if record else None
-            x = block(x, past_key_values=cache, **keywords)
+            x = block(x, past_key_values=past_key_values, **told)
         x = self.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
-            past_key_values=cache,
+            past_key_values=past_key_values,
             hidden_states=(*hidden_states, x) if record else None,
         )
-
-    def _cache(self, past_key_values: Cache | None, use_cache: bool | None) -> FEMCache | None:
-        if past_key_values is None:
-            return FEMCache(len(self.layers)) if self._wants_cache(use_cache) else None
-        if not isinstance(past_key_values, FEMCache) or len(past_key_values) != len(self.layers):
-            raise TypeError(
-                f"past_key_values must be the FEMCache that a model of {len(self.layers)} layers returned, "
-                f"got {past_key_values}; leave it out and the model makes one."
-            )
-        return past_key_values
 
     def _wants_cache(self, use_cache: bool | None) -> bool:
         return self.config.use_cache and not self.training if use_cache is None else use_cache
@@ -275,25 +245,19 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def _supports_default_dynamic_cache(self) -> bool:
-        return self.config._attn_implementation != EXACT  # else the model makes its own FEMCache
-
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *sizes) -> None:
-        """Prepare transformers' cache; for prompts in chunks make a FEMCache, for drafts one that records its past."""
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
+        """Prepare transformers' cache; in the exact form a FEMCache takes its place."""
+        exact, given = self.config._attn_implementation == EXACT, model_kwargs.get("past_key_values") is not None
         kind = generation_config.cache_implementation or "dynamic"
-        if self.config._attn_implementation == EXACT and not kind.startswith("dynamic"):
+        if exact and not kind.startswith("dynamic"):
             raise ValueError(
                 f"cache_implementation={kind!r} needs an engine's cache; call "
                 'model.set_attn_implementation("sdpa") first, or leave it out for the cache of the exact form.'
             )
-        drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
-        needed = drafts or generation_config.prefill_chunk_size is not None
-        if needed and generation_config.use_cache is not False and self.config._attn_implementation == EXACT:
-            if model_kwargs.get("past_key_values") is None:
-                model_kwargs["past_key_values"] = FEMCache(self.config.num_hidden_layers)
-            cache = model_kwargs["past_key_values"]
-            if drafts:
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
+        if exact and not given and model_kwargs.get("past_key_values") is not None:
+            cache = model_kwargs["past_key_values"] = FEMCache(self.config.num_hidden_layers)
+            if generation_config.is_assistant:
                 cache.activate_past_recording()
 
     def _prepare_generated_length(

@@ -16,7 +16,7 @@ def pair(family, **fields):
     alone = make_layer(**FAMILIES[family], use_temperature=False, **fields)
     both = make_layer(**FAMILIES[family], use_temperature=False, **fields)
     both.load_state_dict(alone.state_dict())
-    both.pair = both._parts
+    both.pair = both.parts
     return alone, both
 
 
@@ -49,7 +49,8 @@ def test_inspect_shows_the_mean_that_is_not_read():
 def test_pooling_by_f_alone_is_f_beside_the_mean():
     pool = FreeEnergyPooling(16, 2, use_temperature=False)
     x = torch.randn(3, 5, 16)
-    q, k, v, beta = pool.read._read_of(*pool._set(x, None))[0]
+    q, k, v, _ = pool.read._read_of(*pool._set(x, None))
+    beta = pool.read.temperature(v)
     p = (torch.einsum("bthc,bihc->bthi", q, k) / q.shape[-1] ** 0.5).softmax(-1)
     wanted = torch.einsum("bthi,bihd->bthd", p, (beta * v).exp()).log() / beta
     mixed = pool.read.gate.mixed(pool.query.expand(3, -1, -1), Read(wanted, wanted))

@@ -1,4 +1,4 @@
-"""What a forward pass by an engine's attention reads beside the tokens: its cache, documents, positions and masks."""
+"""What a forward pass reads beside the tokens: its cache, documents, positions and masks."""
 
 from __future__ import annotations
 
@@ -9,26 +9,22 @@ from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from fem.models.arguments import is_of_tokens, read_documents
-from fem.models.cache import FEMCache
+from fem.models.engines.attention import EXACT
 from fem.models.engines.support import FULL, SLIDING
 from fem.ops.common.tokens import read_tokens
 
-WRITTEN = "written_by_fem"  # on an engine's cache: its values are [v | e], not those of another model
+WRITTEN = "written_by_fem"  # on a cache: it holds states, or values [v | e], not those of another model
 
 
-def tokens_of(cache: Cache | None, name: str) -> int | Tensor:
-    """The tokens in the cache of the attn_implementation `name`, which is marked as filled by a FEM model.
+def tokens_of(cache: object) -> int | Tensor:
+    """The tokens in the cache, which is marked as filled by a FEM model; a static one counts on the device.
 
-    A static cache counts on the device once it holds tokens. Raises TypeError on the exact form's cache, ValueError on
-    one that another model has filled.
+    Raises TypeError on what is no cache, ValueError on one that another model has filled.
     """
     if cache is None:
         return 0
-    if isinstance(cache, FEMCache):
-        raise TypeError(
-            f"attn_implementation={name!r} keeps a transformers cache, got a FEMCache, which is the exact form's; "
-            "leave out past_key_values and the model makes one."
-        )
+    if not isinstance(cache, Cache):
+        raise TypeError(f"past_key_values must be a cache of transformers, got {cache!r}; leave it out to begin one.")
     seen = cache.get_seq_length()
     if isinstance(seen, int):
         if seen and not getattr(cache, WRITTEN, False):
@@ -49,11 +45,13 @@ def documents_of(
     segment_ids: Tensor | None,
     past: int | Tensor,
     cached: bool,
-) -> Int[Tensor, "b t"] | None:
-    """The document of every token of x, by `read_documents`; None where there is one, or where the mask says more.
+) -> Tensor | None:
+    """The document of every token of x, (B, T), by `read_documents`; None: there is one, or the mask says more.
 
     Raises ValueError where positions that restart would not tell transformers' masks where documents begin.
     """
+    if config._attn_implementation == EXACT:
+        return read_documents(x, attention_mask, position_ids, past, segment_ids)
     documents, compiling = segment_ids, torch.compiler.is_compiling()
     alone = attention_mask is None and not cached
     of_pairs = attention_mask is not None and not is_of_tokens(attention_mask)  # says itself what a token sees

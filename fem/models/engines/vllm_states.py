@@ -178,10 +178,10 @@ class FEMStatesForCausalLM(nn.Module, HasInnerState, IsHybrid):
                 block.mixer = ServedMixer(block.mixer.config, f"{name}.mixer", dtype)
             if not attends(block.mixer.config):
                 continue
-            block.attention.paged = Attention(
+            block.paged = Attention(
                 config.num_attention_heads,
                 config.head_dim,
-                block.attention.scaling,
+                block.scaling,
                 num_kv_heads=config.num_key_value_heads,
                 cache_config=vllm_config.cache_config,
                 per_layer_sliding_window=block.mixer.config.window,
@@ -193,14 +193,13 @@ class FEMStatesForCausalLM(nn.Module, HasInnerState, IsHybrid):
 
     def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **_) -> Tensor:
         x = (self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds)[None]
-        attended = {"position_ids": positions[None], "attention_mask": None}
         metadata = get_forward_context().attn_metadata
         served = [block.mixer for block in self.fem.model.layers if isinstance(block.mixer, ServedMixer)]
         rows = None if metadata is None else rows_of(metadata[served[0].prefix])
         for mixer in served:
             mixer.rows = rows
         for block in self.fem.model.layers:
-            x = block(x, engine=attended if attends(block.mixer.config) else None)
+            x = block(x, position_ids=positions[None])
         return self.fem.model.norm(x)[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

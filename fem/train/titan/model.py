@@ -88,7 +88,6 @@ class FEMDecoder(BaseModel):
         self.config = config
         full = FEMForCausalLM(config.fem)
         for block in full.model.layers:
-            block.attention = None  # how an engine reads the layer; training reads it exactly
             if type(config.linear) is not Linear.Config:
                 convert(block, config.linear)
         self.enable_weight_tying = full.config.tie_word_embeddings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from transformers import StaticCache
 from fem.functional import softmax_read
 from fem.mixer import FreeEnergyMixer
 from fem.models import FEMConfig
-from fem.models.engines import attention as engine
+from fem.models.engines.attention import attend
+from fem.models.modeling import FEMBlock
 from fem.ops.common.rope import frequencies, rotate_all
 from fem_research.bench.cases import BASELINE, Case, Size
 from fem_research.common import blocks
@@ -304,10 +306,10 @@ def served(
             return layer.output(o.transpose(1, 2).flatten(2))
 
     else:
-        attend = engine.EngineAttention(config, layer.config, 0).to(prompt.device)
+        block = FEMBlock(config, layer.config, 0).to(prompt.device)
 
         def read(x: Tensor, at: Tensor, mask: Tensor | None) -> Tensor:
-            return engine.served(layer, x, at, lambda q, k, v, beta, f: attend(q, k, v, beta, f, mask, cache))
+            return layer.read_by(x, at, partial(attend, block, attention_mask=mask, past_key_values=cache))
 
     read(prompt, position[:time], None)
     graph = torch.compile(lambda x, at: read(x, at, (at >= position)[None, None, None]), fullgraph=True)
