@@ -9,9 +9,8 @@ import sys
 
 import torch
 from measure import save
-from scan_reads import gradients_of, relative, scan_call
-from softmax_calls import softmax_call
-from test_fuzz import KINDS, draw, excess
+from reads import excess, gradients_of, make, relative
+from test_fuzz import KINDS, draw
 from torch import Tensor
 
 from fem import PRIORS, FreeEnergyMixerConfig
@@ -37,18 +36,16 @@ def worst_of_random_calls(calls: int) -> tuple[dict[str, float], list[str]]:
     worst, above = dict.fromkeys(KINDS, 0.0), []
     for seed in range(calls):
         kind = KINDS[seed % len(KINDS)]
-        call, dtype, documents, marks, _ = draw(kind, seed)
+        call, documents, marks, _ = draw(kind, seed)
         if documents:
-            found = excess(call, dtype, documents, marks, seed)
+            found = excess(call, documents, marks, seed)
             worst[kind] = max(worst[kind], *found.values())
             above += [f"{part} of `{kind}`, seed {seed}: {size:.2f}" for part, size in found.items() if size > 1]
     return worst, above
 
 
 def called(read: str):
-    call = softmax_call if read == "softmax" else scan_call
-    fields = {} if read == "softmax" else {"batch": 1}
-    return call(*(() if read == "softmax" else (read,)), time=TIME, heads=HEADS, beta=BETA, **fields)
+    return make(read, TIME, heads=HEADS, beta=BETA)
 
 
 def errors(call, rows: slice = slice(None)) -> dict[str, float]:
