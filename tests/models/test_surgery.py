@@ -294,6 +294,21 @@ def test_threads_keep_their_features_apart():
                 close(each, one, 1e-5)
 
 
+def test_an_attention_that_never_reads_its_free_energy_says_so():
+    model = replace_attention(decoder("llama"))
+    model.model.layers[1].self_attn.config._attn_implementation = "eager"
+    with pytest.raises(ValueError, match="LlamaAttention does not call transformers' attention functions"):
+        model(tokens())
+
+
+def test_an_attention_that_hands_nothing_on_is_one_graph(as_users_run):
+    config = transformers.SiglipVisionConfig(image_size=16, patch_size=4, **DECODER)
+    model = awake(replace_attention(lively(transformers.SiglipVisionModel(config))))
+    pixels = torch.randn(1, 3, 16, 16)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    close(compiled(pixels).last_hidden_state, model(pixels).last_hidden_state, 1e-5)
+
+
 def test_heads_need_not_divide_the_width_of_the_model():
     config = transformers.Qwen3Config(**GROUPED | {"hidden_size": 40, "num_attention_heads": 6, "head_dim": 8})
     model = lively(transformers.Qwen3ForCausalLM(config))

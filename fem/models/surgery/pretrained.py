@@ -63,7 +63,7 @@ UNREADABLE = {  # arguments of an attention function that change p in ways a sof
 }
 
 
-BESIDE_THE_CALL = threading.local()  # features of the call that runs, where an attention does not hand them on
+RUNNING = threading.local()  # features of the attention whose call runs, until its attention function reads them
 
 
 def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
@@ -153,7 +153,8 @@ def _graft(attention: nn.Module, head: FreeEnergyHead) -> nn.Module:
     attention.config = copy.deepcopy(attention.config)
     attention.config._attn_implementation = FREE_ENERGY
     attention.free_energy = head
-    attention.register_forward_pre_hook(partial(_hand_on_features, *_call_of(type(attention))), with_kwargs=True)
+    attention.register_forward_pre_hook(_hand_on_features, with_kwargs=True)
+    attention.register_forward_hook(_was_read)
     return attention
 
 
@@ -201,19 +202,19 @@ def _dropout(attention: nn.Module) -> float:
     return 0.0
 
 
-def _hand_on_features(name: str, hands_on: bool, attention: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Give the projections' input to the gates: by an argument that the original passes on, or beside the call."""
-    features = args[0] if args else kwargs[name]
-    if hands_on:
-        return args, kwargs | {"features": features}
-    BESIDE_THE_CALL.features = features
-    return args, kwargs
+def _hand_on_features(attention: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Keep the first argument of the call, which is projected, for the gates."""
+    RUNNING.features = args[0] if args else kwargs[next(iter(inspect.signature(attention.forward).parameters))]
 
 
-def _call_of(attention: type[nn.Module]) -> tuple[str, bool]:
-    """The name of the argument that is projected, and whether further arguments reach the attention function."""
-    _, _, call = inspect.getsource(attention.forward).rpartition("attention_interface(")
-    return list(inspect.signature(attention.forward).parameters)[1], "**kwargs" in call
+def _was_read(attention: nn.Module, args: tuple, output: object) -> None:
+    """Raise ValueError where the call that ends has read by another function than ours."""
+    if RUNNING.features is not None:
+        RUNNING.features = None
+        raise ValueError(
+            f"{type(attention).__name__} does not call transformers' attention functions, so its free energy is never "
+            "read; use a model class that does."
+        )
 
 
 def free_energy_attention(
@@ -242,7 +243,7 @@ def free_energy_attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(attention).__name__} cannot be read as a softmax prior: {reason}.")
     if features is None:
-        features, BESIDE_THE_CALL.features = BESIDE_THE_CALL.features, None
+        features, RUNNING.features = RUNNING.features, None
     rows, heads, queries, _ = query.shape
     width = features.shape[-1]
     if (
