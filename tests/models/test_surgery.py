@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 from itertools import cycle
 
 import numpy as np
@@ -356,6 +357,23 @@ def decoder_of(family: str, **fields) -> nn.Module:
 def cross_attention_alone() -> nn.Module:
     config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=1, add_cross_attention=True)
     return transformers.GPT2Model(config).h[0].crossattention
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_attention_that_would_compute_something_else_is_refused_and_stays(training):
+    model = decoder("llama").train(training)
+    attention = model.model.layers[1].self_attn
+    read = attention.forward
+    own = lambda: 2.0 if attention.config._attn_implementation == "sdpa" else 1.0  # noqa: E731
+    attention.forward = wraps(read)(lambda *args, **kwargs: (own() * read(*args, **kwargs)[0], None))
+    before, parts, drawn = model(tokens()).logits, [*model.state_dict()], torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"model.layers.1.self_attn \(LlamaAttention\): .* differs by 5e-01"):
+        replace_attention(model)
+    assert [*model.state_dict()] == parts
+    assert model.training is training
+    assert torch.equal(torch.get_rng_state(), drawn)
+    torch.testing.assert_close(model(tokens()).logits, before)
+    replace_attention(model, layers=[0, 2])
 
 
 def test_unknown_attention_beside_known_needs_layers():

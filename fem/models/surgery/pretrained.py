@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
+from fem.functional import softmax_read
 from fem.mixer import FreeEnergyMixer
 from fem.models.surgery.fresh import MixerAttention
 from fem.models.surgery.head import FreeEnergyHead, as_bias
@@ -104,6 +105,7 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
         fields=fields | ({"use_rope": False} if theta is None else {"use_rope": True, "rope_theta": theta}),
         widths={"n_kv_head": kv_heads, "fem_dim": heads * width, "qk_dim": heads * width},
         graft=lambda head: _graft(module, head),
+        compare=partial(_compare, MeanOf(kv_heads * width)),
         swap=partial(_swap, module, parent) if _takes_a_mixer(module, projections) else None,
         softmax_fields={"n_kv_head": kv_heads, "window": _window(module)},
     )
@@ -156,6 +158,42 @@ def _graft(attention: nn.Module, head: FreeEnergyHead) -> nn.Module:
     attention.register_forward_pre_hook(_hand_on_features, with_kwargs=True)
     attention.register_forward_hook(_was_read)
     return attention
+
+
+class MeanOf:
+    """A head at lambda = 0 and g = 1: what the original computes."""
+
+    def __init__(self, value_width: int):
+        self.value_width = value_width
+
+    def __call__(self, features, q, k, v, bias, causal: bool, scale: float | None) -> Float[Tensor, "b tq h dv"]:
+        return softmax_read(q, k, v, None, causal=causal, scale=scale, bias=bias).mean
+
+
+def _compare(mean: MeanOf, attention: nn.Module, args: tuple, kwargs: dict, output: object) -> str | None:
+    """A forward hook: why a read of ours in the place of the attention's own differs; None where it does not."""
+    config, own = attention.config, "is_causal" in vars(attention)
+    attention.is_causal, attention.config = _is_causal(attention), copy.deepcopy(config)
+    attention.config._attn_implementation, attention.free_energy = FREE_ENERGY, mean
+    _hand_on_features(attention, args, kwargs)
+    try:
+        found = attention.forward(*args, **kwargs)
+        _was_read(attention, args, found)
+    except Exception as error:
+        return str(error).rstrip(".")
+    finally:
+        RUNNING.features = None
+        attention.config = config
+        del attention.free_energy
+        if not own:
+            del attention.is_causal
+    found, wanted = (x[0] if isinstance(x, tuple) else x for x in (found, output))
+    if not wanted.isfinite().all():
+        return None
+    error = ((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6)).item()
+    if error <= max(1e-3, 8 * torch.finfo(wanted.dtype).eps):
+        return None
+    return f"read as a softmax prior, its output differs by {error:.0e} of its largest entry"
 
 
 def _swap(attention: nn.Module, parent: nn.Module | None, mixer: FreeEnergyMixer) -> nn.Module:
