@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
+from transformers.cache_utils import Cache
 
 from fem.functional import softmax_read
 from fem.mixer import FreeEnergyMixer
@@ -173,6 +174,8 @@ class MeanOf:
 def _compare(mean: MeanOf, attention: nn.Module, args: tuple, kwargs: dict, output: object) -> str | None:
     """A forward hook: why a read of ours in the place of the attention's own differs; None where it does not."""
     config, own = attention.config, "is_causal" in vars(attention)
+    args = tuple(None if isinstance(x, Cache) else x for x in args)  # a cache holds these tokens by now
+    kwargs = {name: None if isinstance(x, Cache) else x for name, x in kwargs.items()}
     attention.is_causal, attention.config = _is_causal(attention), copy.deepcopy(config)
     attention.config._attn_implementation, attention.free_energy = FREE_ENERGY, mean
     _hand_on_features(attention, args, kwargs)
