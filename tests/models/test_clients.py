@@ -178,7 +178,7 @@ def test_dynamic_quantisation_leaves_no_projection_silently():
 RIGHT = ["opt", "bart", "marian", "clip", "wav2vec2", "phi", "phi3", "gpt_neox", "gpt_bigcode", "t5", "distilbert"]
 
 
-@pytest.mark.parametrize("model_type", [*RIGHT, "whisper", "modernbert", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("model_type", [*RIGHT, "whisper", "modernbert", "gemma2", "gpt_oss", "switch_transformers"])
 def test_model_type_computes_what_it_did(model_type):
     found = survey(model_type)
     assert found.result == "right", found

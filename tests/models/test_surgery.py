@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 from itertools import cycle
 
 import numpy as np
@@ -294,6 +295,21 @@ def test_threads_keep_their_features_apart():
                 close(each, one, 1e-5)
 
 
+def test_an_attention_that_never_reads_its_free_energy_says_so():
+    model = replace_attention(decoder("llama"))
+    model.model.layers[1].self_attn.config._attn_implementation = "eager"
+    with pytest.raises(ValueError, match="LlamaAttention does not call transformers' attention functions"):
+        model(tokens())
+
+
+def test_an_attention_that_hands_nothing_on_is_one_graph(as_users_run):
+    config = transformers.SiglipVisionConfig(image_size=16, patch_size=4, **DECODER)
+    model = awake(replace_attention(lively(transformers.SiglipVisionModel(config))))
+    pixels = torch.randn(1, 3, 16, 16)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    close(compiled(pixels).last_hidden_state, model(pixels).last_hidden_state, 1e-5)
+
+
 def test_heads_need_not_divide_the_width_of_the_model():
     config = transformers.Qwen3Config(**GROUPED | {"hidden_size": 40, "num_attention_heads": 6, "head_dim": 8})
     model = lively(transformers.Qwen3ForCausalLM(config))
@@ -341,6 +357,23 @@ def decoder_of(family: str, **fields) -> nn.Module:
 def cross_attention_alone() -> nn.Module:
     config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=1, add_cross_attention=True)
     return transformers.GPT2Model(config).h[0].crossattention
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_attention_that_would_compute_something_else_is_refused_and_stays(training):
+    model = decoder("llama").train(training)
+    attention = model.model.layers[1].self_attn
+    read = attention.forward
+    own = lambda: 2.0 if attention.config._attn_implementation == "sdpa" else 1.0  # noqa: E731
+    attention.forward = wraps(read)(lambda *args, **kwargs: (own() * read(*args, **kwargs)[0], None))
+    before, parts, drawn = model(tokens()).logits, [*model.state_dict()], torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"model.layers.1.self_attn \(LlamaAttention\): .* differs by 5e-01"):
+        replace_attention(model)
+    assert [*model.state_dict()] == parts
+    assert model.training is training
+    assert torch.equal(torch.get_rng_state(), drawn)
+    torch.testing.assert_close(model(tokens()).logits, before)
+    replace_attention(model, layers=[0, 2])
 
 
 def test_unknown_attention_beside_known_needs_layers():

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
+from transformers.cache_utils import Cache
 
+from fem.functional import softmax_read
 from fem.mixer import FreeEnergyMixer
 from fem.models.surgery.fresh import MixerAttention
 from fem.models.surgery.head import FreeEnergyHead, as_bias
@@ -63,7 +65,7 @@ UNREADABLE = {  # arguments of an attention function that change p in ways a sof
 }
 
 
-BESIDE_THE_CALL = threading.local()  # features of the call that runs, where an attention does not hand them on
+RUNNING = threading.local()  # features of the attention whose call runs, until its attention function reads them
 
 
 def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
@@ -104,6 +106,7 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
         fields=fields | ({"use_rope": False} if theta is None else {"use_rope": True, "rope_theta": theta}),
         widths={"n_kv_head": kv_heads, "fem_dim": heads * width, "qk_dim": heads * width},
         graft=lambda head: _graft(module, head),
+        compare=partial(_compare, MeanOf(kv_heads * width)),
         swap=partial(_swap, module, parent) if _takes_a_mixer(module, projections) else None,
         softmax_fields={"n_kv_head": kv_heads, "window": _window(module)},
     )
@@ -153,8 +156,47 @@ def _graft(attention: nn.Module, head: FreeEnergyHead) -> nn.Module:
     attention.config = copy.deepcopy(attention.config)
     attention.config._attn_implementation = FREE_ENERGY
     attention.free_energy = head
-    attention.register_forward_pre_hook(partial(_hand_on_features, *_call_of(type(attention))), with_kwargs=True)
+    attention.register_forward_pre_hook(_hand_on_features, with_kwargs=True)
+    attention.register_forward_hook(_was_read)
     return attention
+
+
+class MeanOf:
+    """A head at lambda = 0 and g = 1: what the original computes."""
+
+    def __init__(self, value_width: int):
+        self.value_width = value_width
+
+    def __call__(self, features, q, k, v, bias, causal: bool, scale: float | None) -> Float[Tensor, "b tq h dv"]:
+        return softmax_read(q, k, v, None, causal=causal, scale=scale, bias=bias).mean
+
+
+def _compare(mean: MeanOf, attention: nn.Module, args: tuple, kwargs: dict, output: object) -> str | None:
+    """A forward hook: why a read of ours in the place of the attention's own differs; None where it does not."""
+    config, own = attention.config, "is_causal" in vars(attention)
+    args = tuple(None if isinstance(x, Cache) else x for x in args)  # a cache holds these tokens by now
+    kwargs = {name: None if isinstance(x, Cache) else x for name, x in kwargs.items()}
+    attention.is_causal, attention.config = _is_causal(attention), copy.deepcopy(config)
+    attention.config._attn_implementation, attention.free_energy = FREE_ENERGY, mean
+    _hand_on_features(attention, args, kwargs)
+    try:
+        found = attention.forward(*args, **kwargs)
+        _was_read(attention, args, found)
+    except Exception as error:
+        return str(error).rstrip(".")
+    finally:
+        RUNNING.features = None
+        attention.config = config
+        del attention.free_energy
+        if not own:
+            del attention.is_causal
+    found, wanted = (x[0] if isinstance(x, tuple) else x for x in (found, output))
+    if not wanted.isfinite().all():
+        return None
+    error = ((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6)).item()
+    if error <= max(1e-3, 8 * torch.finfo(wanted.dtype).eps):
+        return None
+    return f"read as a softmax prior, its output differs by {error:.0e} of its largest entry"
 
 
 def _swap(attention: nn.Module, parent: nn.Module | None, mixer: FreeEnergyMixer) -> nn.Module:
@@ -201,19 +243,19 @@ def _dropout(attention: nn.Module) -> float:
     return 0.0
 
 
-def _hand_on_features(name: str, hands_on: bool, attention: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Give the projections' input to the gates: by an argument that the original passes on, or beside the call."""
-    features = args[0] if args else kwargs[name]
-    if hands_on:
-        return args, kwargs | {"features": features}
-    BESIDE_THE_CALL.features = features
-    return args, kwargs
+def _hand_on_features(attention: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Keep the first argument of the call, which is projected, for the gates."""
+    RUNNING.features = args[0] if args else kwargs[next(iter(inspect.signature(attention.forward).parameters))]
 
 
-def _call_of(attention: type[nn.Module]) -> tuple[str, bool]:
-    """The name of the argument that is projected, and whether further arguments reach the attention function."""
-    _, _, call = inspect.getsource(attention.forward).rpartition("attention_interface(")
-    return list(inspect.signature(attention.forward).parameters)[1], "**kwargs" in call
+def _was_read(attention: nn.Module, args: tuple, output: object) -> None:
+    """Raise ValueError where the call that ends has read by another function than ours."""
+    if RUNNING.features is not None:
+        RUNNING.features = None
+        raise ValueError(
+            f"{type(attention).__name__} does not call transformers' attention functions, so its free energy is never "
+            "read; use a model class that does."
+        )
 
 
 def free_energy_attention(
@@ -242,7 +284,7 @@ def free_energy_attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(attention).__name__} cannot be read as a softmax prior: {reason}.")
     if features is None:
-        features, BESIDE_THE_CALL.features = BESIDE_THE_CALL.features, None
+        features, RUNNING.features = RUNNING.features, None
     rows, heads, queries, _ = query.shape
     width = features.shape[-1]
     if (

@@ -26,6 +26,7 @@ class Site:
     weight: one of its weights, whose device and dtype new ones take. fields: those of any mixer in its place;
     softmax_fields: further ones of a mixer with a softmax prior; widths: further ones of a head that keeps projections.
     graft: the original with a head in the place of its attention function, its parameters kept.
+    compare: a forward hook of the original that says where a head in its place would compute something else.
     swap: a module that is called as the original is, and answers with a mixer; None where mixers are not called so.
     """
 
@@ -36,3 +37,4 @@ class Site:
     graft: Callable[[FreeEnergyHead], nn.Module]
     swap: Callable[[FreeEnergyMixer], nn.Module] | None = None
     softmax_fields: dict | None = None
+    compare: Callable | None = None
