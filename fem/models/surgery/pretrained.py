@@ -182,6 +182,8 @@ def _compare(mean: MeanOf, attention: nn.Module, args: tuple, kwargs: dict, outp
     try:
         found = attention.forward(*args, **kwargs)
         _was_read(attention, args, found)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         return str(error).rstrip(".")
     finally:

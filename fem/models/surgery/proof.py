@@ -7,18 +7,24 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
+
+from fem.provenance import first_line
 
 TOKENS = 8
+logger = logging.get_logger(__name__)
 
 
 def disagreements(model: nn.Module, compare: dict[str, Callable]) -> list[str]:
     """What each attention that runs says against its replacement; `compare`: by path, a forward hook that returns it.
 
     Nothing is compared on the meta device, with a flash or flex kernel, or where the model needs other inputs than
-    token ids or pictures. The model's mode, weights and random numbers stay what they are.
+    token ids or pictures; transformers' log says so. The model's mode, weights and random numbers stay what they are.
     """
-    inputs = _example(model) if compare else None
-    if inputs is None:
+    if not compare:
+        return []
+    if (inputs := _example(model)) is None:
+        logger.info("%s is not run before its attention is replaced, so nothing is compared.", type(model).__name__)
         return []
     said, training = [], {module: module.training for module in model.modules()}
 
@@ -38,8 +44,11 @@ def disagreements(model: nn.Module, compare: dict[str, Callable]) -> list[str]:
         model.eval()
         with torch.no_grad():
             model(**inputs)
-    except Exception:
-        return said
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        told = "%s does not run on random inputs (%s), so its attention is replaced without being compared."
+        logger.warning(told, type(model).__name__, first_line(error))
     finally:
         for handle in handles:
             handle.remove()
