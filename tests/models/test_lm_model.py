@@ -297,7 +297,7 @@ def test_gradient_checkpointing_changes_nothing(kind_of_model, use_reentrant):
     model = kind_of_model
     plain = loss_and_gradients(model)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    torch.testing.assert_close(loss_and_gradients(model), plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss_and_gradients(model), plain, rtol=1e-5, atol=2e-6)
 
 
 COMPILED = """

@@ -282,8 +282,8 @@ def test_a_stream_of_any_values_is_exact_and_leaves_the_packed_form_where_it_mus
     x, found, steps = tokens(time=24), [], []
     for dtype in (torch.float32, torch.float64):
         layer = make_layer(torch.float32, prior_type="softmax", use_conv=False).to(dtype)
-        whole = layer.values
-        layer.values = lambda *inputs, whole=whole: (CHANGES[name](whole(*inputs)[0]), None)
+        whole = layer.modulated
+        layer.modulated = lambda *inputs, whole=whole: CHANGES[name](whole(*inputs))
         found.append(streamed(layer, x.float().to(dtype))[0])
         steps.append(len(exponentials))
     y, wanted = found
