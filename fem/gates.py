@@ -90,28 +90,31 @@ class TwoLevelGate(nn.Module):
 
     def forward(self, features: Float[Tensor, "*t f"]) -> tuple[Tensor | None, Tensor | None]:
         """lambda and g, (.., H, d_v) each, or (.., H, 1) of one number per head; None where the part is off."""
-        g = None if self.outer is None else self._gate(self._of_heads(self.outer, features))
-        return self._lambda(features), g
+        inner, outer = self._logits(features)
+        return self._lambda(inner), None if outer is None else self._gate(self._by_heads(outer))
 
     def mixed(self, features: Float[Tensor, "*t f"], read: Read) -> Float[Tensor, "*t h d"]:
         """o = g ((1 - lambda) mean + lambda F).                                                          (Eq. 11)"""
-        if not self.per_head and by_kernels(*read, features):
-            from fem.ops.common.token_kernels import gated
+        inner, outer = self._logits(features)
+        if not self.per_head and by_kernels(*read, inner, outer):
+            from fem.ops.common.token_kernels import gated  # by Triton, which the library does not require
 
-            logits = (None if gate is None else gate(features) for gate in (self.inner, self.outer))
-            return gated(*read, *logits, self.config.free_share is not None, self.config.eps)
-        u = self.mix(read, self._lambda(features))
-        if self.outer is None:
+            return gated(*read, inner, outer, self.config.free_share is not None, self.config.eps)
+        u = self.mix(read, self._lambda(inner))
+        if outer is None:
             return u
-        a = self._of_heads(self.outer, features)
+        a = self._by_heads(outer)
         by_hand = differentiated(a, u) and not (self.per_head or torch.compiler.is_compiling() or transformed(a, u))
         return _Gated.apply(a, u, self.config.eps) if by_hand and a.dtype == u.dtype else self._gate(a).to(u.dtype) * u
 
-    def _of_heads(self, gate: nn.Module, features: Tensor) -> Float[Tensor, "*t h d"]:
-        return upcast(torch.unflatten(gate(features), -1, (-1, 1 if self.per_head else self.config.value_width)))
+    def _logits(self, features: Float[Tensor, "*t f"]) -> list[Float[Tensor, "*t h_d"] | None]:
+        return [None if gate is None else gate(features) for gate in (self.inner, self.outer)]
 
-    def _lambda(self, features: Tensor) -> Float[Tensor, "*t h d"] | None:
-        return None if self.inner is None else self._of_heads(self.inner, features).sigmoid()
+    def _by_heads(self, logits: Float[Tensor, "*t h_d"]) -> Float[Tensor, "*t h d"]:
+        return upcast(torch.unflatten(logits, -1, (-1, 1 if self.per_head else self.config.value_width)))
+
+    def _lambda(self, logits: Float[Tensor, "*t h_d"] | None) -> Float[Tensor, "*t h d"] | None:
+        return None if logits is None else self._by_heads(logits).sigmoid()
 
     def _gate(self, a: Float[Tensor, "*t h d"]) -> Float[Tensor, "*t h d"]:
         return F.softplus(a) / math.log(2) if self.per_head else _normed(a, self.config.eps)
