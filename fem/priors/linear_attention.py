@@ -30,9 +30,8 @@ class FeatureMapPrior(Prior):
         """g <= 0, per head (B, T, H) or per key channel (B, T, H, d_k); None: no decay."""
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
-        q, k = (
-            upcast(project(features).unflatten(-1, (-1, self.config.key_width))) for project in (self.query, self.key)
-        )
+        heads = (-1, self.config.key_width)
+        q, k = (upcast(projection(features).unflatten(-1, heads)) for projection in (self.query, self.key))
         q, k = (F.relu(x) + self.config.eps for x in self.rotated((q, k), tokens.position))
         inputs = (q, k, v, beta, self.log_decay(features))
         return self.scan(linear_attention_read, *inputs, tokens=tokens, memory=memory, free_values=free_values)
