@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from fem.provenance import first_line
-
 TOKENS = 8
 logger = logging.get_logger(__name__)
 
@@ -47,8 +45,8 @@ def disagreements(model: nn.Module, compare: dict[str, Callable]) -> list[str]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        told = "%s does not run on random inputs (%s), so its attention is replaced without being compared."
-        logger.warning(told, type(model).__name__, first_line(error))
+        told = "%s does not run on random inputs, so its attention is replaced without being compared: %s: %s"
+        logger.warning(told, type(model).__name__, type(error).__name__, error)
     finally:
         for handle in handles:
             handle.remove()
