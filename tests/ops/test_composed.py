@@ -3,13 +3,10 @@
 Torch operations stand in for the kernels, with their signatures; test_fla.py runs the kernels themselves.
 """
 
-import os
-import subprocess
-import sys
-
 import fla_reference
 import pytest
 import torch
+from processes import printed
 from reads import KEYED, SCANS, gradients_of, make
 
 from fem.functional import decay_scan, keyed_scan_read
@@ -149,9 +146,7 @@ print("whole")
 
 @pytest.mark.slow
 def test_a_layer_by_kernels_compiles_as_one_graph_and_equals_the_plain_one():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", WHOLE], env=environment, capture_output=True, text=True)
-    assert done.stdout == "whole\n", done.stderr[-2000:]
+    assert printed("-c", WHOLE) == "whole\n"
 
 
 def test_kernels_are_asked_for_where_they_are(monkeypatch):

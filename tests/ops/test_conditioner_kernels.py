@@ -2,14 +2,12 @@
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from processes import printed
 from torch import nn
 
 from fem.config import CONDITIONERS
@@ -52,12 +50,8 @@ interpreted = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trit
 
 @functools.cache
 def program(argument: str, name: str = "conditioner_errors.py") -> dict:
-    """What a program says, in a process of its own: Triton takes its interpreter at its import or never."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
-    command = [sys.executable, "-W", "ignore", str(SUPPORT / name), argument]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    """What a program says, which runs once."""
+    return json.loads(printed(str(SUPPORT / name), argument))
 
 
 @interpreted

@@ -1,11 +1,9 @@
 """The kernels of flash-linear-attention themselves, in Triton's interpreter: small scans, forward and backward."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
+from processes import printed
 
 # Two things need help there: the autotuner, which has no driver to time with, takes the first configuration;
 # and Python's `range` gives integers without `.to`.
@@ -68,7 +66,4 @@ print("equal")
 @pytest.mark.parametrize("documents", ["one", "documents"])
 @pytest.mark.parametrize("scan", ["linear", "head", "head in channels", "key", "aft", "channel", "sum"])
 def test_the_kernels_read_what_the_definition_says(scan, documents):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, scan, documents]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.stdout.endswith("equal\n"), done.stderr[-2000:]
+    assert printed("-c", SCRIPT, scan, documents).endswith("equal\n")

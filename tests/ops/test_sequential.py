@@ -1,13 +1,11 @@
 """Our own selective scan: in Triton's interpreter against float64, and its registers on an H100."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from processes import printed
 
 SUPPORT = Path(__file__).parents[1] / "support"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -26,21 +24,14 @@ print(json.dumps(found))
 """
 
 
-def run(*command: str) -> str:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
-    done = subprocess.run([sys.executable, "-W", "ignore", *command], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 @needs_triton
 @pytest.mark.slow
 def test_documents_masks_and_spikes_are_read_as_the_definition_says():
-    assert run(str(SUPPORT / "ssm_in_triton.py")) == "equal\n"
+    assert printed(str(SUPPORT / "ssm_in_triton.py")) == "equal\n"
 
 
 @needs_triton
 @pytest.mark.slow
 def test_registers_of_an_h100_hold_the_states():
-    found = json.loads(run("-c", REGISTERS))
+    found = json.loads(printed("-c", REGISTERS))
     assert all(kernel["spilled"] == 0 for kernel in found.values()), found

@@ -5,10 +5,8 @@ gates and rotation beside PyTorch's own operations.
 """
 
 import json
-import os
 
-os.environ["TRITON_INTERPRET"] = "1"
-
+import interpreted  # noqa: F401  (before any kernel)
 import torch
 
 from fem import FreeEnergyMixerConfig

@@ -1,12 +1,11 @@
 """The GPU's path, as far as a CPU runs it: attention over [v | e], and FlexAttention forward."""
 
-import subprocess
-import sys
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import printed
 from reads import gradients_of, make
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -375,6 +374,4 @@ print(max(most))
 
 @pytest.mark.slow
 def test_prologue_attention_and_epilogue_are_one_graph_without_a_tensor_of_pairs():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) <= 512 * 2 * 16
+    assert int(printed("-c", SCRIPT)) <= 512 * 2 * 16
