@@ -12,12 +12,12 @@ from fem.ops.channel_scan.channel_log_space import channel_by_prefixes, channel_
 from fem.ops.channel_scan.naive_channel_scan import naive_channel_scan_read
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype, nearly_equal
+from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, read_free
 from fem.ops.common.recurrence import recurrence
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.sums import Sums, entering, leaving, shift_for, suspect
+from fem.ops.common.sums import Sums, entering, leaving, looked_at, shift_for, suspect
 from fem.ops.common.tokens import Tokens
 
 SLAB_VALUES = 2**16  # of a slab's values: intermediate results fit the CPU's cache
@@ -63,9 +63,9 @@ def _channel_one_way(
     x, a, v, f, beta, tokens: Tokens, state, present: bool, kernels: bool
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
-    heads, dtype = v.shape[2], compute_dtype(x, a, v, f)
-    x, a, v, f = (None if part is None else part.flatten(2).to(dtype) for part in (x, a, v, f))
-    beta = beta.to(dtype).flatten()
+    heads = v.shape[2]
+    x, a, v, f = (None if part is None else part.flatten(2) for part in (x, a, v, f))
+    beta = beta.to(v.dtype).flatten()
     inputs = (*_weighed(x, a, v, f, tokens, present), beta)
     cells = ((v.shape[0], 1, part.shape[-1]) for part in (inputs[0], v, f))
     terms, after = CHANNEL_SCAN(memory_before(state, v, *cells), kernels, *inputs)
@@ -101,12 +101,13 @@ def _channel_slab(memory: Terms, kernels: int, x, a, v, f, beta) -> tuple[Terms,
     decay = None if a is None else a.unsqueeze(2)
     rows = iter(recurrence(decay, u, first.squeeze(1), bool(kernels)).unbind(2))
     sums = Sums(*(next(rows) if part.shape[-1] else part for part in items))
-    near = nearly_equal(f, beta) if kernels else False
-    suspected = bool(suspect(sums) | near)
+    suspected = looked_at(suspect(sums), f, beta, kernels)
+    if suspected is None:
+        return None
     read, doubt = leaving(sums, shift, beta, suspected=suspected)
-    if suspected:
+    if doubt is not None:
         held = (memory.log_weight > NO_WEIGHT) | (there.cumsum(1) > 0)
-        if bool(near) or (doubt is not None and bool((doubt & held).any())):
+        if bool((doubt & held).any()):
             return None
     return read, Terms(*(part[:, -1:] for part in read)), 0
 

@@ -33,7 +33,8 @@ class ScanCall(NamedTuple):
         """The read of all tokens that a row may see, and the state after the last.
 
         one_way(*inputs, beta, tokens, state, present): the same of the tokens up to each, or before each unless
-        `present`. Inputs are (B, T, ...), and so are the terms. beta is read between LEAST_BETA and MOST_BETA.
+        `present`. Inputs are (B, T, ...), and so are the terms. one_way gets them in one dtype, `compute_dtype`, and
+        beta between LEAST_BETA and MOST_BETA.
         """
         beta, dtype = upcast(beta).clamp(LEAST_BETA, MOST_BETA), compute_dtype(*inputs)
         wide = {id(x): x.to(dtype) for x in inputs if x is not None}  # v and f may be one tensor, and stay one

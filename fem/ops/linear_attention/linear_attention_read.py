@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import compute_dtype, nearly_equal, upcast
+from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, log, read_free
 from fem.ops.common.scan import ScanCall, memory_before
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for, suspect
+from fem.ops.common.sums import Shift, Sums, entering, leaving, looked_at, shift_for, suspect
 from fem.ops.common.tokens import Tokens, filled
 from fem.ops.linear_attention.chunked import CHUNK, by_fla, chunked
 from fem.ops.linear_attention.linear_log_space import forget, linear_step
@@ -54,9 +54,8 @@ def _linear_one_way(
     q, k, v, f, log_decay, beta, tokens: Tokens, state, present: bool, kernels: bool
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
-    dtype = compute_dtype(q, k, v, log_decay)
     q, k, v, f, g = _kept(q, k, v, f, log_decay, tokens)
-    q, k, v, f, beta, g = (None if x is None else x.to(dtype) for x in (q, k, v, f, beta, g))
+    beta = beta.to(v.dtype)
     if not present:
         k, v, f = _delayed(k, v, f, g, tokens.start)
     cells = k.shape[0], *k.shape[2:]
@@ -67,8 +66,8 @@ def _linear_one_way(
 
 def _kept(q, k, v, f, log_decay, tokens: Tokens) -> tuple[Tensor | None, ...]:
     """Inputs in which masked tokens read, add and decay nothing, and the decay (B, T, H, 1 or d_k)."""
-    g = None if log_decay is None else upcast(log_decay)
-    g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)  # clamp would keep g itself for the gradient
+    g = log_decay  # clamp would keep g itself for the gradient
+    g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)
     g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
     if tokens.keep is None:
         return q, k, v, f, g
@@ -171,14 +170,15 @@ def _by_kernels(memory: Terms, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms
     light = k * (-over_tokens.weight).exp()
     sums, last = by_fla(q, light, items, g, torch.cat(entering(memory, shift, rate), -1), opens)
     rows, ends, floor = Sums.split(sums, beta), Sums.split(last, beta), q.detach().sum(-1, keepdim=True)
-    suspected = bool(suspect(rows, floor) | suspect(ends) | nearly_equal(f, beta))
+    suspected = looked_at(suspect(rows, floor) | suspect(ends), f, beta, 1)
+    if suspected is None:
+        return None
     read, doubt = leaving(rows, over_tokens, beta, floor, suspected)
     after, lost = leaving(ends, shift, rate, suspected=suspected)
     if suspected:
         alive = (q > 0).any(-1, keepdim=True)  # a masked token reads nothing, and is in doubt for no reason
         held = (k > 0).any(1).unsqueeze(-1) | (memory.log_weight > NO_WEIGHT)
-        in_doubt = [(x & there).any() for x, there in ((doubt, alive), (lost, held)) if x is not None]
-        if any(map(bool, [*in_doubt, nearly_equal(f, beta)])):
+        if any(x is not None and bool((x & there).any()) for x, there in ((doubt, alive), (lost, held))):
             return None
     return read, after, 0
 

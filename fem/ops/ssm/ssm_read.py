@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fem.ops.common.backend import found, scan_backend
 from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import compute_dtype, nearly_equal
+from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, log, read_free
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.sums import Sums, entering, leaving, shift_for, suspect
+from fem.ops.common.sums import Sums, entering, leaving, looked_at, shift_for, suspect
 from fem.ops.common.tokens import filled
 from fem.ops.ssm.naive_ssm import naive_ssm_read
 from fem.ops.ssm.ssm_log_space import ssm_by_prefixes, ssm_step
@@ -138,18 +138,19 @@ def _ssm_slab(
         itself = skip * (-at).exp()
         pairs = zip(rows, (v, energy, torch.ones_like(weight)))
         rows = Sums(*(beside(own, x) * x + beside(itself, x) * y for x, y in pairs))
-    near = nearly_equal(f, beta) if kernels else False
-    suspected = bool(suspect(rows) | suspect(last) | near)
-    read, doubt = leaving(rows, shift._replace(weight=at), beta, suspected=suspected)
-    after, lost = leaving(last, shift, beta, suspected=suspected)
-    if suspected and bool(near):
+    goes_on = kernels != STATELESS  # else the last states, which mamba-ssm does not return, are read by nobody
+    suspicion = suspect(rows) | suspect(last) if goes_on else suspect(rows)
+    suspected = looked_at(suspicion, f, beta, kernels)
+    if suspected is None:
         return None
+    read, doubt = leaving(rows, shift._replace(weight=at), beta, suspected=suspected)
+    after, lost = leaving(last, shift, beta, suspected=suspected) if goes_on else (memory, None)
     if doubt is not None:
         entered = (memory.log_weight > NO_WEIGHT).any(1, keepdim=True) | ((weight > 0).cumsum(1) > 0)
         alive = (out > 0).any(-1, keepdim=True) & entered
         if bool((doubt & (alive if skip is None else alive | (skip > 0))).any()):
             return None
-    if lost is not None and kernels != STATELESS:
+    if lost is not None:
         entered = (into > 0).any(1).unsqueeze(-1) & (weight > 0).any(1, keepdim=True)
         if bool((lost & ((memory.log_weight > NO_WEIGHT) | entered)).any()):
             return None
