@@ -11,6 +11,8 @@ from fem.ops.common.backend import found
 from fem.ops.common.steps import exporting
 from fem.ops.common.transforms import differentiated, transformed
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def on(device: torch.device) -> AbstractContextManager:
     """A context in which Triton, which launches on the current device, launches on this one."""
@@ -21,11 +23,17 @@ def on(device: torch.device) -> AbstractContextManager:
 
 def by_kernels(*tensors: Tensor | None) -> bool:
     """Whether kernels without a gradient may compute with the tensors: called eagerly on CUDA, at most 32 bits wide."""
-    if not (tensors[0].is_cuda and found("triton")) or torch.compiler.is_compiling() or exporting():
+    if not (tensors[0].is_cuda and found("triton")) or torch.compiler.is_compiling():
         return False
-    tensors = [x for x in tensors if x is not None]
-    plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype != torch.float64 for x in tensors)
-    return plain and not (differentiated(*tensors) or transformed(*tensors) or 0 in tensors[0].shape)
+    return tensors[0].numel() > 0 and plain_tensors(*tensors) and not differentiated(*tensors)
+
+
+def plain_tensors(*tensors: Tensor | None) -> bool:
+    """Whether kernels may read the tensors themselves: no subclasses, such as a part of a tensor that devices share,
+    at most 32 bits wide, and neither transformed nor exported."""
+    given = [x for x in tensors if x is not None]
+    fit = all(type(x) in (Tensor, nn.Parameter) and x.dtype in _DTYPES for x in given)
+    return fit and not (exporting() or transformed(*given))
 
 
 def watched(module: nn.Module) -> bool:

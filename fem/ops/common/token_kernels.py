@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from fem.ops.common.launch import on
-from fem.ops.common.triton_math import softplus
+from fem.ops.common.triton_math import gate, turn
 
 NUMBERS = 1024  # of a program, 8 for each of 128 threads
 
@@ -42,8 +42,7 @@ def gate_kernel(
             f = tl.sigmoid(tl.load(inner + at, inside, other=0.0).to(tl.float32)) * (f - u)
         u += f
     if GATED:
-        s = tl.where(inside, softplus(tl.load(outer + at, inside, other=0.0).to(tl.float32)), 0.0)
-        u *= tl.rsqrt(tl.sum(s * s, 1) / WIDTH + eps)[:, None] * s
+        u *= gate(tl.load(outer + at, inside, other=0.0), inside, WIDTH, eps)
     tl.store(o + at, u, inside)
 
 
@@ -74,12 +73,8 @@ def gated(
 @triton.jit
 def turn_heads(x, y, row, x_row, cos, sin, head, plane, COUNT: tl.constexpr, WIDTH: tl.constexpr):
     """The COUNT heads of a row's token, turned by angles whose cos and sin are given."""
-    inside = (head < COUNT) & (plane < WIDTH // 2)[None]
     at, to = x + row * x_row + head * WIDTH + plane[None], y + row * COUNT * WIDTH + head * WIDTH + plane[None]
-    low = tl.load(at, inside, other=0.0).to(tl.float32)
-    high = tl.load(at + WIDTH // 2, inside, other=0.0).to(tl.float32)
-    tl.store(to, low * cos - high * sin, inside)
-    tl.store(to + WIDTH // 2, high * cos + low * sin, inside)
+    turn(at, to, cos, sin, (head < COUNT) & (plane < WIDTH // 2)[None], WIDTH // 2)
 
 
 @triton.jit

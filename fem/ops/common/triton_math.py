@@ -1,4 +1,4 @@
-"""Functions of numbers in Triton kernels, to float32's rounding."""
+"""Functions that Triton kernels share, to float32's rounding."""
 
 import os
 
@@ -36,3 +36,19 @@ def log_1_plus(x, rounded):
 def softplus(a):
     z = tl.exp(-tl.abs(a))
     return tl.maximum(a, 0.0) + log_1_plus(z, logarithm(1.0 + z))
+
+
+@triton.jit
+def turn(x, y, cos, sin, there, HALF: tl.constexpr):
+    """y_j = x_j cos - x_{j+HALF} sin, y_{j+HALF} = x_{j+HALF} cos + x_j sin; x, y: the first of each pair."""
+    low = tl.load(x, there, other=0.0).to(tl.float32)
+    high = tl.load(x + HALF, there, other=0.0).to(tl.float32)
+    tl.store(y, low * cos - high * sin, there)
+    tl.store(y + HALF, high * cos + low * sin, there)
+
+
+@triton.jit
+def gate(logit, inside, width, eps):
+    """RMSNorm of softplus(logit) along the second axis, over `width` entries that are inside."""
+    s = tl.where(inside, softplus(logit.to(tl.float32)), 0.0)
+    return tl.rsqrt(tl.sum(s * s, 1) / width + eps)[:, None] * s

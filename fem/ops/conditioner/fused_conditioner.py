@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fem.ops.common.backend import found
-from fem.ops.common.launch import on, watched
+from fem.ops.common.launch import on, plain_tensors, watched
 from fem.ops.common.operator import operator
-from fem.ops.common.steps import exporting
 from fem.ops.common.tokens import Tokens
-from fem.ops.common.transforms import again_differentiable, transformed
+from fem.ops.common.transforms import again_differentiable
 from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 
 MOST_CHANNELS = 256  # channels, which a program holds at once
@@ -21,8 +20,6 @@ NUMBERS = 2048  # of a tile in a program's registers: tokens times channels, at 
 PROGRAMS = 1024  # enough for a card: chunks are of more tiles where rows are longer
 FEWEST, MOST = 64, 256  # chunks of a row, each of which adds up what all before it end with
 WARPS = 4  # measured on an H100: 58 us a train step of the four, 87 with 8, 68 with 2
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PLAIN_TYPES = (Tensor, nn.Parameter)  # no subclass, such as a part of a tensor that devices share
 
 
 def fits(backend: str, norm: nn.Module, projected: Tensor, hidden: Tensor | None) -> bool:
@@ -39,10 +36,9 @@ def fits(backend: str, norm: nn.Module, projected: Tensor, hidden: Tensor | None
     tensors = [x for x in (projected, norm.weight, norm.bias, hidden) if x is not None]
     return (
         len(tensors) >= 3
-        and all(type(x) in _PLAIN_TYPES and x.dtype in _DTYPES for x in tensors)
         and projected.shape[-1] <= 3 * MOST_CHANNELS
         and projected.numel() > 0
-        and not (exporting() or transformed(*tensors))
+        and plain_tensors(*tensors)
     )
 
 

@@ -15,7 +15,7 @@ last FREE are e. SHARED: each channel reads both, so f is v; else v and f are co
 import triton
 import triton.language as tl
 
-from fem.ops.common.triton_math import exp_minus_1, log_1_plus, logarithm, softplus
+from fem.ops.common.triton_math import exp_minus_1, gate, log_1_plus, logarithm, softplus, turn
 
 LEAST_PROVEN = tl.constexpr(8.75651076269652e-27)  # e^-60
 LOG_2 = tl.constexpr(0.6931471805599453)
@@ -67,10 +67,7 @@ def rotate_kernel(
     else:
         other = (head - heads) * WIDTH
         x, y = k + row * k_row + other + plane[None], k_out + row * k_out_row + other + plane[None]
-    low = tl.load(x, there, other=0.0).to(tl.float32)
-    high = tl.load(x + WIDTH // 2, there, other=0.0).to(tl.float32)
-    tl.store(y, low * c - high * s, there)
-    tl.store(y + WIDTH // 2, high * c + low * s, there)
+    turn(x, y, c, s, there, WIDTH // 2)
 
 
 @triton.jit
@@ -208,8 +205,7 @@ def mix_kernel(
         tl.store(flag, tl.max(doubtful.to(tl.int32)))
     if GATED:
         logit = tl.load(outer + token * outer_row + head * width + column[None], inside, other=0.0)
-        s = tl.where(inside, softplus(logit.to(tl.float32)), 0.0)
-        u *= tl.rsqrt(tl.sum(s * s, 1) / width + eps)[:, None] * s
+        u *= gate(logit, inside, width, eps)
     tl.store(o + token * heads * width + head * width + column[None], u, inside)
 
 
