@@ -112,10 +112,10 @@ class MixerMemory(CacheLayerMixin):
         return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
-def memory_of(cache: Cache, layer: int) -> MixerMemory:
+def memory_of(cache: Cache, layer: int) -> MixerMemory | None:
     """The memory of a layer's mixer in a cache; it takes the place of an empty layer of a DynamicCache.
 
-    Raises ValueError on a layer of fixed size, and on one that holds keys and values.
+    None where the layer has a fixed size, or holds keys and values.
     """
     layers = cache.layers
     if layer == len(layers):
@@ -124,10 +124,7 @@ def memory_of(cache: Cache, layer: int) -> MixerMemory:
     if type(memory) is MixerMemory:
         return memory
     if type(memory) not in (DynamicLayer, DynamicSlidingWindowLayer) or memory.is_initialized:
-        raise ValueError(
-            f"past_key_values must be a cache that this model made in its exact form, or an empty DynamicCache, got "
-            f"{type(memory).__name__} in layer {layer}; leave it out and the model makes one."
-        )
+        return None
     layers[layer] = MixerMemory()
     return layers[layer]
 

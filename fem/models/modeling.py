@@ -71,7 +71,14 @@ class FEMBlock(GradientCheckpointingLayer):
         elif past_key_values is None:
             y = self.mixer(y, attention_mask, segment_ids)
         else:
-            y = memory_of(past_key_values, self.layer_idx).read(self.mixer, y, attention_mask, segment_ids)
+            memory = memory_of(past_key_values, self.layer_idx)
+            if memory is None:
+                raise ValueError(
+                    "past_key_values must be a cache that this model made in its exact form, or an empty DynamicCache, "
+                    f"got {type(past_key_values.layers[self.layer_idx]).__name__} in layer {self.layer_idx}; leave it "
+                    "out and the model makes one."
+                )
+            y = memory.read(self.mixer, y, attention_mask, segment_ids)
         x = x + y
         return x + self.mlp(self.mlp_norm(x))
 

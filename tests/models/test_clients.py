@@ -15,7 +15,7 @@ from torch import nn
 
 from fem import PRIORS, replace_attention
 from fem.models import LORA, FEMForCausalLM
-from fem.models.surgery.pretrained import free_energy_attention
+from fem.models.surgery.pretrained import RUNNING, free_energy_attention
 from fem.projection import Projection
 
 LLAMA = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1} | {
@@ -242,7 +242,8 @@ def test_capped_scores_and_sinks_are_in_the_free_energy(softcap, sinks, masked):
     visible = (columns <= rows) & (columns > rows - 3) if masked else columns <= rows
     features = torch.zeros(2, 5, 32, dtype=torch.float64)
     mask = visible.expand(2, 1, 5, 5) if masked else None
-    found, _ = free_energy_attention(attention, q, k, v, mask, features, 0.5, softcap=softcap, s_aux=sink)
+    RUNNING.features = features
+    found, _ = free_energy_attention(attention, q, k, v, mask, 0.5, softcap=softcap, s_aux=sink)
 
     beta = attention.free_energy.beta()
     for b, h, t in [(b, h, t) for b in range(2) for h in range(4) for t in range(5)]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from fem.mixer import FreeEnergyMixer
-from fem.models.cache import MixerMemory
+from fem.models.cache import memory_of
 from fem.models.surgery.masks import OTHERWISE, check_mask, tokens_of
 
 
@@ -44,23 +44,16 @@ class MixerAttention(nn.Module):
             raise ValueError(f"is_causal must be {causal}, as this mixer was built, got {not causal}; {OTHERWISE}.")
         if past_key_values is None:
             return self.resid_dropout(self.mixer(hidden_states, keep, segments)), None
-        memory = self._memory(past_key_values)
+        if isinstance(past_key_values, EncoderDecoderCache):
+            past_key_values = past_key_values.self_attention_cache
+        memory = memory_of(past_key_values, self.layer_idx)
+        if memory is None:
+            raise ValueError(
+                f"past_key_values must be a DynamicCache of this model, got "
+                f"{type(past_key_values.layers[self.layer_idx]).__name__} in layer {self.layer_idx}; a mixer keeps a "
+                "state of its own: leave past_key_values and cache_implementation out."
+            )
         segments = None if memory.state is not None else segments
         y, state = self.mixer(hidden_states, keep, segments, state=memory.state, return_state=True)
         memory.store(state, tokens=time)
         return self.resid_dropout(y), None
-
-    def _memory(self, cache: Cache) -> MixerMemory:
-        layers = cache.self_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else cache.layers
-        if self.layer_idx == len(layers):
-            layers.append(MixerMemory())
-        memory = layers[self.layer_idx]
-        if type(memory) is not MixerMemory:
-            if type(memory) not in (DynamicLayer, DynamicSlidingWindowLayer) or memory.is_initialized:
-                raise ValueError(
-                    f"past_key_values must be a DynamicCache of this model, got {type(memory).__name__} in layer "
-                    f"{self.layer_idx}; a mixer keeps a state of its own: leave past_key_values and "
-                    "cache_implementation out."
-                )
-            memory = layers[self.layer_idx] = MixerMemory()
-        return memory

@@ -266,7 +266,6 @@ def free_energy_attention(
     key: Float[Tensor, "b hkv t dk"],
     value: Float[Tensor, "b hkv t dv"],
     attention_mask,
-    features: Float[Tensor, "... d"] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -285,8 +284,7 @@ def free_energy_attention(
     for name, reason in UNREADABLE.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(attention).__name__} cannot be read as a softmax prior: {reason}.")
-    if features is None:
-        features, RUNNING.features = RUNNING.features, None
+    features, RUNNING.features = RUNNING.features, None
     rows, heads, queries, _ = query.shape
     width = features.shape[-1]
     if (
