@@ -1,4 +1,4 @@
-"""The slice `layers`: one layer's forward pass and train step, eager, compiled, and replayed from a CUDA graph.
+"""The slice `layers`: one layer's forward pass, train step and next token, eager, compiled, and in a CUDA graph.
 
 A replayed graph shows what the card itself needs; the other modes include the host, which launches its work.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from fem_research.common.names import display
 TORCH = "attention of torch's operations"
 MIXERS = (TORCH, "softmax", "softmax+LTG", "softmax+LTG/r64", "softmax+LTG/r64/s.5", "softmax+CLTG/r64", "softmax+CLTG")
 MODES = ("eager", "compiled", "captured", "eager, not fused")
+STEPS = ("forward", "train", "token")
 NAMES = ("mixer", "mode", "time")
 
 
@@ -69,7 +71,7 @@ def captured(step: Step) -> Step:
 
 
 def cell(mixer: str, mode: str, time: int, recipe: LayersRecipe, device: torch.device) -> dict:
-    """Forward pass and train step of one layer, with bfloat16 parameters."""
+    """Forward pass, train step, and one token behind `time` others, of one layer with bfloat16 parameters."""
     torch.manual_seed(0)
     layer = build(mixer, recipe).to(device, torch.bfloat16)
     if mode == "compiled":
@@ -81,14 +83,32 @@ def cell(mixer: str, mode: str, time: int, recipe: LayersRecipe, device: torch.d
     try:
         work = steps_of(layer, size, device, torch.bfloat16)
         found = {"kept_bytes": kept(work)} if device.type == "cuda" and mode != "captured" else {}
-        for name in ("forward", "train"):
-            step = getattr(work, name)
-            found[name] = cells.measured(captured(step) if mode == "captured" else step, recipe.seconds, device)
+        steps = {"forward": work.forward, "train": work.train} | ({} if mixer == TORCH else {"token": token(layer, size)})
+        for name, step in steps.items():
+            try:
+                found[name] = cells.measured(captured(step) if mode == "captured" else step, recipe.seconds, device)
+            except RuntimeError as error:  # a step that cannot be captured leaves the others as they are
+                found[name] = cells.failed(error)
         return found
     except (RuntimeError, ImportError, ValueError, TypeError) as error:
         return {"train": cells.failed(error)}
     finally:
         fused_layer.available = there
+
+
+def token(layer: nn.Module, size: Size) -> Step:
+    """The next token behind a state of size.time tokens; a softmax layer's state is copied to take its key and value."""
+    weight = next(layer.parameters())
+    draw = partial(torch.randn, device=weight.device, dtype=weight.dtype)
+    x = draw(size.batch, 1, size.width)
+    with torch.no_grad():
+        _, state = layer(draw(size.batch, size.time, size.width), return_state=True)
+
+    def step() -> None:
+        with torch.no_grad():
+            layer(x, state=state, return_state=True)
+
+    return step
 
 
 def kept(work: Workload) -> int:
@@ -121,7 +141,7 @@ def table(found: Mapping) -> list[dict]:
     rows = []
     for (mixer, mode, time), one in by_key.items():
         row = {"mixer": mixer if mixer == TORCH else display(mixer), "mode": mode, "T": time}
-        row |= cells.beside(one, by_key.get(("softmax", mode.partition(",")[0], time), {}), ("forward", "train"))
+        row |= cells.beside(one, by_key.get(("softmax", mode.partition(",")[0], time), {}), STEPS)
         row["kept MiB"] = round(one["kept_bytes"] / 2**20) if "kept_bytes" in one else None
         rows.append(row)
     return rows
