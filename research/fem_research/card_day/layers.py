@@ -83,7 +83,9 @@ def cell(mixer: str, mode: str, time: int, recipe: LayersRecipe, device: torch.d
     try:
         work = steps_of(layer, size, device, torch.bfloat16)
         found = {"kept_bytes": kept(work)} if device.type == "cuda" and mode != "captured" else {}
-        steps = {"forward": work.forward, "train": work.train} | ({} if mixer == TORCH else {"token": token(layer, size)})
+        steps = {"forward": work.forward, "train": work.train} | (
+            {} if mixer == TORCH else {"token": token(layer, size)}
+        )
         for name, step in steps.items():
             try:
                 found[name] = cells.measured(captured(step) if mode == "captured" else step, recipe.seconds, device)
@@ -97,7 +99,7 @@ def cell(mixer: str, mode: str, time: int, recipe: LayersRecipe, device: torch.d
 
 
 def token(layer: nn.Module, size: Size) -> Step:
-    """The next token behind a state of size.time tokens; a softmax layer's state is copied to take its key and value."""
+    """The next token behind a state of size.time tokens; a softmax layer copies its state to add a key and a value."""
     weight = next(layer.parameters())
     draw = partial(torch.randn, device=weight.device, dtype=weight.dtype)
     x = draw(size.batch, 1, size.width)
