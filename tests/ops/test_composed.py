@@ -7,16 +7,15 @@ import fla_reference
 import pytest
 import torch
 from processes import printed
-from reads import KEYED, SCANS, gradients_of, make
+from reads import KEYED, gradients_of, make
 
 from fem.functional import decay_scan, keyed_scan_read
-from fem.ops.channel_scan import channel_scan_read as of_channels
-from fem.ops.common import backend, recurrence
+from fem.ops.common import backend
 from fem.ops.decay_scan import decaying_sum as of_sums
 from fem.ops.linear_attention import linear_attention_read as of_keys
 from fem.ops.ssm import ssm_read as of_ssm
 
-CASES = [*(name for name in SCANS if name != "decay"), "ssm without a skip"]
+CASES = [*KEYED, "ssm", "ssm without a skip"]  # channels have kernels of their own: test_channel_kernels.py
 every_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -25,8 +24,7 @@ def kernels(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(backend, "_FOUND", {"fla": True, "mamba_ssm": True, "triton": True})
     monkeypatch.setattr(of_keys, "by_fla", fla_reference.gla)
-    for module in (recurrence, of_sums):
-        monkeypatch.setattr(module, "by_hgrn", fla_reference.hgrn)
+    monkeypatch.setattr(of_sums, "by_hgrn", fla_reference.hgrn)
     monkeypatch.setattr(of_ssm, "mamba_kernel", fla_reference.selective_scan)
 
 
@@ -82,8 +80,7 @@ def test_what_a_kernel_cannot_prove_is_computed_again(name, change):
 @pytest.mark.parametrize("name", CASES[:-1])
 def test_free_energies_alone_are_read_by_a_kernel(monkeypatch, name, width):
     """Layers without a temperature gate read no mean; the kernel reads all the same, and its proof does not fail."""
-    for scan in (of_channels.CHANNEL_SCAN, of_ssm.SSM_SCAN):
-        monkeypatch.setattr(scan, "exact", None)
+    monkeypatch.setattr(of_ssm.SSM_SCAN, "exact", None)
     by_kernels = of_keys._by_kernels
 
     def proven(*inputs):
@@ -102,10 +99,9 @@ def test_weights_below_the_range_of_a_kernel_are_computed_again():
     check(call.set(**weak, D=torch.zeros_like(call.arguments["D"])), 1e-4)
 
 
-@pytest.mark.parametrize(("name", "part", "value"), [("linear", "k", 0.0), ("aft", "log_weight", -torch.inf)])
-def test_a_row_without_weight_reads_zero_by_a_kernel(name, part, value):
-    call = draw(name, 9)
-    call.arguments[part][:, :4] = value
+def test_a_row_without_weight_reads_zero_by_a_kernel():
+    call = draw("linear", 9)
+    call.arguments["k"][:, :4] = 0
     assert not any(x[:, :4].any() for x in call.read(backend="triton"))
 
 
@@ -121,12 +117,12 @@ WHOLE = """
 import fla_reference, os, torch
 os.environ["TRITON_INTERPRET"] = "1"
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.ops.common import backend, recurrence
+from fem.ops.common import backend
 from fem.ops.linear_attention import linear_attention_read as of_keys
 from fem.ops.ssm import ssm_read as of_ssm
 torch.set_num_threads(1)
 backend._FOUND = {"fla": True, "mamba_ssm": True, "triton": True}
-of_keys.by_fla, recurrence.by_hgrn = fla_reference.gla, fla_reference.hgrn
+of_keys.by_fla = fla_reference.gla
 of_ssm.mamba_kernel = fla_reference.selective_scan
 for prior in PRIORS.keys() - {"softmax"}:
     fields = {"n_embd": 16, "n_head": 2, "prior_type": prior}

@@ -17,7 +17,7 @@ from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, read_f
 from fem.ops.common.recurrence import recurrence
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.sums import Sums, entering, leaving, looked_at, shift_for, suspect
+from fem.ops.common.sums import Sums, entering, leaving, shift_for, suspect
 from fem.ops.common.tokens import Tokens
 
 SLAB_VALUES = 2**16  # of a slab's values: intermediate results fit the CPU's cache
@@ -49,7 +49,7 @@ def channel_scan_read(
 
 def _channel_read(x, a, v, f, beta, *, call: ScanCall) -> Read | tuple[Read, dict[str, Tensor]]:
     """Of the d channels that v has, or f, or both."""
-    backend = scan_backend(call.backend, v.device, compute_dtype(x, a, v, f))
+    backend = scan_backend(call.backend, v.device, compute_dtype(x, a, v, f), "triton")
     values = f if v.shape[-1] == 0 else v
     temperature = beta if beta.numel() else None
     if backend == "reference" and 0 not in v.shape[:2]:
@@ -89,7 +89,7 @@ def _weighed(x, a, v, f, tokens: Tokens, present: bool) -> tuple[Tensor, Tensor 
     return x, a, v, f
 
 
-def _channel_slab(memory: Terms, kernels: int, x, a, v, f, beta) -> tuple[Terms, Terms, int] | None:
+def _channel_slab(memory: Terms, _: int, x, a, v, f, beta) -> tuple[Terms, Terms, int] | None:
     """What a slab reads, by sums of [v | e | 1], the memory after it, and 0 entries; None where it is in doubt."""
     there = x.detach() > NO_WEIGHT
     highest = torch.where(beside(there, f), f.detach(), -torch.inf).amax(1, keepdim=True)
@@ -99,11 +99,9 @@ def _channel_slab(memory: Terms, kernels: int, x, a, v, f, beta) -> tuple[Terms,
     items, start = Sums(beside(weight, v) * v, energy, weight), entering(memory, shift, beta)
     u, first = (torch.stack([part for part in parts if part.shape[-1]], 2) for parts in (items, start))
     decay = None if a is None else a.unsqueeze(2)
-    rows = iter(recurrence(decay, u, first.squeeze(1), bool(kernels)).unbind(2))
+    rows = iter(recurrence(decay, u, first.squeeze(1)).unbind(2))
     sums = Sums(*(next(rows) if part.shape[-1] else part for part in items))
-    suspected = looked_at(suspect(sums), f, beta, kernels)
-    if suspected is None:
-        return None
+    suspected = bool(suspect(sums))
     read, doubt = leaving(sums, shift, beta, suspected=suspected)
     if doubt is not None:
         held = (memory.log_weight > NO_WEIGHT) | (there.cumsum(1) > 0)
@@ -122,7 +120,15 @@ def _heavy_log_weights(x, a, v, f, beta) -> bool:
     return bool(f.shape[-1]) and bool(torch.where(x > NO_WEIGHT, x, 0).abs().amax() > LARGEST_LOG_WEIGHT)
 
 
+def _by_kernels(memory: Terms, *inputs: Tensor | None) -> tuple[Terms, Terms]:
+    from fem.ops.channel_scan.channel_kernels import (
+        channels_by_kernels,
+    )  # by Triton, which the library does not require
+
+    return channels_by_kernels(memory, *inputs)
+
+
 CHANNEL_SCAN = SlabScan(
     "channel_scan", ("x", "a", "v", "f"), ("beta",), _channel_slab, channel_step, _channel_slab_size,
-    _heavy_log_weights, channel_by_prefixes,
+    _heavy_log_weights, channel_by_prefixes, _by_kernels,
 )  # fmt: skip

@@ -17,21 +17,9 @@ BLOCK_TOKENS = 16
 WIDE, MOST_BLOCKS = 2**11, 16  # so many columns fill a loop over few tokens as they are
 
 
-def recurrence(log_decay: Tensor | None, u: Tensor, state: Tensor, kernels: bool = False) -> Tensor:
-    """h of u (B, T, S, ..) from `state` (B, S, ..), differentiable once; kernels: those of flash-linear-attention."""
-    if not kernels:
-        return _Recurrence.apply(log_decay, u, state)
-    if log_decay is None:
-        return u.cumsum(1) + state.unsqueeze(1)
-    return by_hgrn(*(x.flatten(2) for x in (log_decay.expand_as(u), u)), state.flatten(1)).view(u.shape)
-
-
-def by_hgrn(log_decay: Tensor, u: Tensor, state: Tensor) -> Tensor:
-    """h of (B, T, C) from (B, C), by flash-linear-attention."""
-    from fla.ops.hgrn import fused_recurrent_hgrn
-
-    log_decay, u, state = (x.float().contiguous() for x in (log_decay, u, state))
-    return fused_recurrent_hgrn(u, log_decay, state)[0]
+def recurrence(log_decay: Tensor | None, u: Tensor, state: Tensor) -> Tensor:
+    """h of u (B, T, S, ..) from `state` (B, S, ..), differentiable once."""
+    return _Recurrence.apply(log_decay, u, state)
 
 
 class _Recurrence(torch.autograd.Function):

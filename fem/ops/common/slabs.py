@@ -27,6 +27,7 @@ class SlabScan:
     slab. rough(*inputs): whether other inputs than the values ask for float64.
     step(memory, *inputs): what one token reads, (B, 1, ..), and the memory after it, by operations that PyTorch can
     export and differentiate any number of times. exact: the same of any number of tokens; None: one step after another.
+    whole: the same by kernels that leave nothing in doubt, in the place of slabs; None: slabs ask kernels themselves.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class SlabScan:
         size: Callable,
         rough: Callable = lambda *inputs: False,
         exact: Callable | None = None,
+        whole: Callable | None = None,
     ):
         self.time, self.slab, self.step, self.size, self.rough = len(along), slab, step, size, rough
-        self.exact = exact or self.by_steps
+        self.exact, self.whole = exact or self.by_steps, whole
         self.count = len(along) + len(shared)
         inputs = ", ".join(f"Tensor? {x}" for x in (*along, *shared))
         memory = ", ".join(f"Tensor {x}" for x in Terms._fields)
@@ -61,6 +63,8 @@ class SlabScan:
         with without_autocast(v.device):
             if portable():
                 return self.by_steps(memory, *inputs)
+            if kernels and self.whole is not None and not transformed(*inputs, *memory):
+                return self.whole(memory, *inputs)
             if v.shape[1] == 1 and not differentiated(*inputs, *memory):  # a kernel takes more launches, and waits
                 return self.step(memory, *inputs)
             if transformed(*inputs, *memory):

@@ -10,7 +10,7 @@ from fem.ops.common.backend import scan_backend
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import connected_zeros
-from fem.ops.common.recurrence import by_hgrn, running_sums
+from fem.ops.common.recurrence import running_sums
 from fem.ops.common.steps import along_time, portable
 from fem.ops.common.transforms import transformed
 from fem.ops.decay_scan.naive_decay_scan import naive_decay_scan
@@ -47,6 +47,14 @@ def _step_by_step(log_decay: Tensor, u: Tensor, state: Tensor) -> Tensor:
         return [h], [h]
 
     return along_time(step, [state.unsqueeze(1)], log_decay.exp(), u)[1][0]
+
+
+def by_hgrn(log_decay: Tensor, u: Tensor, state: Tensor) -> Tensor:
+    """h of (B, T, C) from (B, C), by flash-linear-attention."""
+    from fla.ops.hgrn import fused_recurrent_hgrn
+
+    log_decay, u, state = (x.float().contiguous() for x in (log_decay, u, state))
+    return fused_recurrent_hgrn(u, log_decay, state)[0]
 
 
 @operator("decay_scan(Tensor log_decay, Tensor u, Tensor initial, bool backwards, bool kernels) -> Tensor")

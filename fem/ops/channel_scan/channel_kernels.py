@@ -1,0 +1,279 @@
+"""The channel scan on a card: one Triton kernel forward and one backward, token after token, in logarithms.
+
+    L_t = log(e^{L_{t-1} + a_t} + e^{x_t})        keep_t = e^{L_{t-1} + a_t - L_t}        own_t = e^{x_t - L_t}
+    mean_t = keep_t mean_{t-1} + own_t v_t        e^{beta F_t} = keep_t e^{beta F_{t-1}} + own_t e^{beta f_t}
+
+A share is at most 1 and the two sum to 1, so nothing overflows, nothing that counts is lost, and nothing has to be
+proven: no value is read on the host. With the sums over later tokens, from the last token to the first,
+
+    rho_t = d mean_t + keep_{t+1} rho_{t+1}        gamma_t = d F_t + keep_{t+1} e^{beta (F_t - F_{t+1})} gamma_{t+1}
+    w_t = d L_t + d a_{t+1}
+
+the gradients of a token are shares of them:
+
+    dv_t = own_t rho_t                             df_t = own_t e^{beta (f_t - F_t)} gamma_t
+    dx_t = own_t ((v_t - mean_t) rho_t + w_t) + own_t (e^{beta (f_t - F_t)} - 1) gamma_t / beta
+    da_t = keep_t ((mean_{t-1} - mean_t) rho_t + w_t) + keep_t (e^{beta (F_{t-1} - F_t)} - 1) gamma_t / beta
+
+A program has BLOCK channels of a row. Tensors are (B, T, C); v or f may have no channel.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from fem.ops.channel_scan.channel_log_space import channel_by_prefixes
+from fem.ops.common.launch import on
+from fem.ops.common.operator import operator
+from fem.ops.common.precision import double
+from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms
+from fem.ops.common.transforms import again_differentiable
+from fem.ops.common.triton_math import exp_minus_1
+
+BLOCK = 32  # channels of a program
+NOTHING, NEARLY_NOTHING = tl.constexpr(LOG_ZERO), tl.constexpr(NO_WEIGHT)
+Rows = Float[Tensor, "b t c"]
+
+
+@triton.jit
+def log_of_1_plus(x):
+    """log(1 + x), whose relative error is that of the logarithm: what 1 + x rounds away is divided out."""
+    total = 1.0 + x
+    apart = total - 1.0
+    return tl.where(apart == 0.0, x, tl.log(total) * x / tl.where(apart == 0.0, 1.0, apart))
+
+
+@triton.jit
+def share_apart(log_share, z):
+    """e^{log_share} (e^z - 1), for log_share <= 0 and log_share + z <= 0."""
+    near = tl.exp(log_share) * exp_minus_1(tl.minimum(tl.maximum(z, -1.0), 1.0))
+    return tl.where(tl.abs(z) < 1.0, near, tl.exp(log_share + z) - tl.exp(log_share))
+
+
+@triton.jit
+def merged_energy(lift, logit):
+    """log((1 - s) + s e^lift) of the lighter one's share s, whose logit is at most 0."""
+    low = tl.exp(logit)
+    rest = log_of_1_plus(low)  # -log(1 - s)
+    small = tl.minimum(lift, 30.0)
+    grown = tl.where(tl.abs(small) < 1.0, exp_minus_1(tl.minimum(tl.maximum(small, -1.0), 1.0)), tl.exp(small) - 1.0)
+    near = log_of_1_plus(low / (1.0 + low) * grown)
+    odds = logit + lift
+    far = tl.maximum(odds, 0.0) + log_of_1_plus(tl.exp(-tl.abs(odds))) - rest
+    return tl.where(lift < 30.0, near, far)
+
+
+@triton.jit
+def channel_kernel(
+    x, a, v, f, beta, first_weight, first_mean, first_free, weights, means, frees, T, C, x_row, x_token, x_channel,
+    HAS_A: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """L, mean and F after every token, of the memory before the first. The next token is loaded before this one is
+    used; L is kept in two numbers, as its rounding would be a drift of the shares."""
+    row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = column < C
+    start = row * C + column
+    none = tl.zeros((BLOCK,), tl.float32)
+    weight, lost = tl.load(first_weight + start, live, other=NOTHING), none
+    mean, free, rate = none, none, none
+    if HAS_V:
+        mean = tl.load(first_mean + start, live, other=0.0)
+    if HAS_F:
+        free, rate = tl.load(first_free + start, live, other=0.0), tl.load(beta + column, live, other=1.0)
+    score = x + row * x_row + column * x_channel
+    base = row * T * C + column
+    next_x, next_a, next_v, next_f = tl.load(score, live, other=NOTHING), none, none, none
+    if HAS_A:
+        next_a = tl.load(a + base, live, other=0.0)
+    if HAS_V:
+        next_v = tl.load(v + base, live, other=0.0)
+    if HAS_F:
+        next_f = tl.load(f + base, live, other=0.0)
+    for t in range(T):
+        own, fall, value, energy = tl.maximum(next_x, NOTHING), next_a, next_v, next_f
+        ahead = tl.minimum(t + 1, T - 1).to(tl.int64)
+        at = base + ahead * C
+        next_x = tl.load(score + ahead * x_token, live, other=NOTHING)
+        if HAS_A:
+            next_a = tl.load(a + at, live, other=0.0)
+        if HAS_V:
+            next_v = tl.load(v + at, live, other=0.0)
+        if HAS_F:
+            next_f = tl.load(f + at, live, other=0.0)
+        at = base + tl.maximum(t, 0).to(tl.int64) * C
+        if HAS_A:
+            fallen = weight + fall
+            moved = fallen - weight
+            lost += (weight - (fallen - moved)) + (fall - moved)
+            weight = fallen
+        gain = (own - weight) - lost
+        heavier = gain > 0
+        logit = -tl.abs(gain)
+        share = tl.exp(logit) / (1.0 + tl.exp(logit))
+        rise = tl.where(heavier, 0.0, lost) + log_of_1_plus(tl.exp(logit))
+        top = tl.where(heavier, own, weight)
+        weight = top + rise
+        moved = weight - top
+        lost = (top - (weight - moved)) + (rise - moved)
+        seen = weight > NEARLY_NOTHING
+        weight, lost = tl.where(seen, weight, NOTHING), tl.where(seen, lost, 0.0)
+        tl.store(weights + at, weight, live)
+        if HAS_V:
+            most, rest = tl.where(heavier, value, mean), tl.where(heavier, mean, value)
+            mean = tl.where(seen, most + share * (rest - most), 0.0)
+            tl.store(means + at, mean, live)
+        if HAS_F:
+            most, rest = tl.where(heavier, energy, free), tl.where(heavier, free, energy)
+            free = tl.where(seen, most + merged_energy(rate * (rest - most), logit) / rate, 0.0)
+            tl.store(frees + at, free, live)
+
+
+@triton.jit
+def channel_backward_kernel(
+    x, a, v, f, beta, first_weight, first_mean, first_free, weights, means, frees, d_weights, d_means, d_frees,
+    d_x, d_a, d_v, d_f, d_beta, d_first_weight, d_first_mean, d_first_free, T, C, x_row, x_token, x_channel,
+    HAS_A: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradients, from the last token to the first. d_beta has a part for each row."""
+    row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = column < C
+    start = row * C + column
+    score = x + row * x_row + column * x_channel
+    at = (row * T + T - 1) * C + column
+    none = tl.zeros((BLOCK,), tl.float32)
+    rho, gamma, w, rate_sum = none, none, none, none
+    mean, free, fall, rate = none, none, none, none
+    weight = tl.load(weights + at, live, other=NOTHING)
+    if HAS_V:
+        mean = tl.load(means + at, live, other=0.0)
+    if HAS_F:
+        rate, free = tl.load(beta + column, live, other=1.0), tl.load(frees + at, live, other=0.0)
+    for j in range(T):
+        t = T - 1 - j
+        inside = tl.minimum(t, 1) * C  # the memory that came in stands before the first token
+        earlier, entered = column < inside, live & (column >= inside)
+        own = tl.maximum(tl.load(score + t * x_token, live, other=NOTHING), NOTHING)
+        w += tl.load(d_weights + at, live, other=0.0)
+        if HAS_A:
+            fall = tl.load(a + at, live, other=0.0)
+        weight_before = tl.load(weights + at - C, earlier, other=0.0)
+        weight_before += tl.load(first_weight + start, entered, other=0.0)
+        seen = weight > NEARLY_NOTHING
+        log_own = tl.where(seen, own - weight, NOTHING)
+        log_keep = tl.where(seen & (weight_before > NEARLY_NOTHING), weight_before + fall - weight, NOTHING)
+        share, keep = tl.exp(log_own), tl.exp(log_keep)
+        of_own, of_kept = w * share, w * keep
+        if HAS_V:
+            value, d_mean = tl.load(v + at, live, other=0.0), tl.load(d_means + at, live, other=0.0)
+            mean_before = tl.load(means + at - C, earlier, other=0.0)
+            mean_before += tl.load(first_mean + start, entered, other=0.0)
+            rho += d_mean
+            tl.store(d_v + at, share * rho, live)
+            of_own += share * (value - mean) * rho
+            of_kept += keep * (mean_before - mean) * rho
+            rho *= keep
+            mean = mean_before
+        if HAS_F:
+            energy, d_free = tl.load(f + at, live, other=0.0), tl.load(d_frees + at, live, other=0.0)
+            free_before = tl.load(frees + at - C, earlier, other=0.0)
+            free_before += tl.load(first_free + start, entered, other=0.0)
+            gamma += d_free
+            above, below = energy - free, free_before - free
+            part, rest = tl.exp(log_own + rate * above), tl.exp(log_keep + rate * below)
+            tl.store(d_f + at, part * gamma, live)
+            of_own += share_apart(log_own, rate * above) / rate * gamma
+            of_kept += share_apart(log_keep, rate * below) / rate * gamma
+            rate_sum += gamma * (part * above + rest * below) / rate
+            gamma *= rest
+            free = free_before
+        tl.store(d_x + at, of_own, live)
+        if HAS_A:
+            tl.store(d_a + at, of_kept, live)
+        w = of_kept
+        weight = weight_before
+        at -= C
+    tl.store(d_first_weight + start, w, live)
+    if HAS_V:
+        tl.store(d_first_mean + start, rho, live)
+    if HAS_F:
+        tl.store(d_first_free + start, gamma, live)
+        tl.store(d_beta + start, rate_sum, live)
+
+
+def channels_by_kernels(
+    memory: Terms, x: Rows, a: Rows | None, v: Rows, f: Rows, beta: Float[Tensor, " c"]
+) -> tuple[Terms, Terms]:
+    """The read after every token, and the memory after the last, (B, 1, C), in float32."""
+    read = Terms(*_channel_read(x, a, v, f, beta, *memory))
+    return read, Terms(*(part[:, -1:] for part in read))
+
+
+_INPUTS = "Tensor x, Tensor? a, Tensor v, Tensor f, Tensor beta, Tensor log_weight, Tensor mean, Tensor free_energy"
+
+
+@operator(f"channel_read({_INPUTS}) -> Tensor[]", waits=False)
+def _channel_read(*inputs):
+    x, *others = inputs  # only x may be one number for all tokens
+    a, v, f, beta, *memory = (None if part is None else part.contiguous() for part in others)
+    out = [x.new_empty(*x.shape[:2], part.shape[-1]) for part in (x, v, f)]
+    grid, sizes, flags = _launch(x, a, v, f)
+    with on(x.device):
+        channel_kernel[grid](x, x if a is None else a, v, f, beta, *memory, *out, *sizes, **flags)
+    return out
+
+
+@_channel_read.register_fake
+def _(x, a, v, f, *others):
+    return [x.new_empty(*x.shape[:2], part.shape[-1]) for part in (x, v, f)]
+
+
+@operator(f"channel_read_backward({_INPUTS}, Tensor[] out, Tensor?[] grads) -> Tensor[]", waits=False)
+def _channel_backward(*inputs):
+    x, *others, out, grads = inputs
+    a, v, f, beta, *memory = (None if part is None else part.contiguous() for part in others)
+    grads = [torch.zeros_like(y) if d is None else d.contiguous() for d, y in zip(grads, out)]
+    found = [part.new_empty(part.shape) for part in (x, x, v, f, beta.expand(len(x), -1), *memory)]
+    grid, sizes, flags = _launch(x, a, v, f)
+    with on(x.device):
+        channel_backward_kernel[grid](
+            x, x if a is None else a, v, f, beta, *memory, *out, *grads, *found, *sizes, **flags
+        )  # fmt: skip
+    found[4] = found[4].sum(0)
+    return found
+
+
+@_channel_backward.register_fake
+def _(x, a, v, f, beta, *others):
+    return [part.new_empty(part.shape) for part in (x, x, v, f, beta, *others[:3])]
+
+
+def _launch(x: Tensor, a: Tensor | None, v: Tensor, f: Tensor) -> tuple[tuple[int, int], tuple[int, ...], dict]:
+    """The grid, the sizes and the flags of either kernel."""
+    flags = {"HAS_A": a is not None, "HAS_V": v.shape[-1] > 0, "HAS_F": f.shape[-1] > 0, "BLOCK": BLOCK, "num_warps": 1}
+    return (triton.cdiv(x.shape[2], BLOCK), len(x)), (*x.shape[1:], *x.stride()), flags
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grads):
+    saved = ctx.saved_tensors
+    inputs, out = saved[:8], saved[8:]
+    if torch.is_grad_enabled():
+        return tuple(again_differentiable(_by_definition, inputs, grads))
+    return tuple(None if x is None else d for x, d in zip(inputs, _channel_backward(*inputs, list(out), list(grads))))
+
+
+def _by_definition(x, a, v, f, beta, *memory):
+    """In float64, whose digits second derivatives need."""
+    x, a, v, f, beta, *memory = double(x, a, v, f, beta, *memory)
+    return channel_by_prefixes(Terms(*memory), x, a, v, f, beta)[0]
+
+
+_channel_read.register_autograd(_differentiate, setup_context=_save)

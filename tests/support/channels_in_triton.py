@@ -1,0 +1,92 @@
+"""Scans of channels by their kernels in Triton's interpreter, beside float64: `python channels_in_triton.py`.
+
+Prints "equal", or what differs.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from dataclasses import replace
+
+import torch
+from reads import gradients_of, make
+
+torch.set_num_threads(1)
+CASES = {
+    "usual": {},
+    "no decay": {"name": "aft"},
+    "several blocks of channels": {"width": 35, "time": 5},
+    "one token": {"time": 1},
+    "documents": {"documents": True},
+    "documents and masks": {"documents": True, "masked": True},
+    "masks without decay": {"name": "aft", "masked": True},
+    "spikes of 300": {"spike": 300.0},
+    "spikes of 300 without decay": {"name": "aft", "spike": 300.0},
+    "values that hardly differ": {"near": 1e-4},
+    "small beta": {"beta": 1e-3},
+    "fast decays": {"decay": 20.0},
+    "other free values": {"free": 6},
+    "in pieces": {"pieces": (14, 16, 1, 1, 1)},
+    "documents in pieces": {"pieces": (14, 16, 1, 1, 1), "documents": True},
+    "pieces without decay": {"name": "aft", "pieces": (14, 16, 1, 1, 1)},
+    "both directions": {"causal": False, "masked": True},
+}
+
+
+# float32's rounding: of beta f, which is 600 nats high; of a difference that is divided by beta
+LOOSE = {
+    "spikes of 300": 3e-4,
+    "spikes of 300 without decay": 3e-4,
+    "small beta": 3e-4,
+    "values that hardly differ": 3e-5,
+}
+
+
+def results(call, marks, dtype, backend, pieces):
+    mine = replace(call.leaves(dtype), rules=call.rules | {"backend": backend})
+    read = mine.in_pieces(*pieces, **marks) if pieces else mine.read(**marks)
+    torch.manual_seed(1)
+    cotangents = [torch.randn(x.shape) for x in read]
+    return [*read, *gradients_of(mine, read, cotangents).values()]
+
+
+def error(name="decay", time=33, spike=0.0, near=None, documents=False, masked=False, pieces=None, **options) -> float:
+    """Of reads and gradients, the largest, of its norm or of 1 where that is less; inf where two runs differ."""
+    torch.manual_seed(0)
+    call, marks = make(name, time, batch=2, **{"width": 4} | options), {}
+    if near is not None:
+        call = call.set(v=3 + near * call.arguments["v"])
+    call.arguments["free_values" if "free" in options else "v"][:, time // 4] += spike
+    if documents:
+        marks["segment_ids"] = (torch.arange(time) // 12)[None].expand(2, time)
+    if masked:
+        marks["key_mask"] = torch.ones(2, time, dtype=torch.bool)
+        marks["key_mask"][0, :5] = marks["key_mask"][1, 11] = False
+    wanted = results(call, marks, torch.float64, "plain", None)
+    found, again = (results(call, marks, None, "triton", pieces) for _ in range(2))
+    if not all(map(torch.equal, found, again)):
+        return torch.inf
+    return max(((a - b).norm() / b.norm().clamp_min(1)).item() for a, b in zip(found, wanted, strict=True))
+
+
+def unseen() -> float:
+    """What rows without weight read, which must be 0."""
+    call = make("aft", 9, width=4)
+    call.arguments["log_weight"][:, :4] = -torch.inf
+    return max(x[:, :4].abs().max().item() for x in call.read(backend="triton"))
+
+
+def second_derivatives() -> float:
+    call, found = make("aft with decay", 9, width=4), []
+    for dtype, backend in ((None, "triton"), (torch.float64, "plain")):
+        leaves = call.leaves(dtype)
+        loss = sum(x.square().sum() for x in leaves.read(backend=backend))
+        first = torch.autograd.grad(loss, leaves.tensors(), create_graph=True)
+        found.append(torch.autograd.grad(sum(x.square().sum() for x in first), leaves.tensors()))
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True))
+
+
+if __name__ == "__main__":
+    found = {name: error(**case) for name, case in CASES.items()} | {"unseen": unseen(), "twice": second_derivatives()}
+    print({name: size for name, size in found.items() if not size < LOOSE.get(name, 2e-6)} or "equal")
