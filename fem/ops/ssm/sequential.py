@@ -22,13 +22,20 @@ BLOCK = 32  # columns of a program
 
 
 @triton.jit
-def decay_of(delta, a, opens, token, W, channel, live, HAS_OPENS: tl.constexpr):
-    """delta_t of the columns, and e^{delta_t a}, (N, BLOCK); 0 where a document opens."""
-    step = tl.load(delta + token * W + channel, live, other=0.0)
+def decay_of(step, a, opens, token, HAS_OPENS: tl.constexpr):
+    """e^{delta_t a}, (N, BLOCK); 0 where a document opens."""
     decay = tl.exp(step[None, :] * a)
     if HAS_OPENS:
         decay = tl.where(tl.load(opens + token) != 0, 0.0, decay)
-    return step, decay
+    return decay
+
+
+@triton.jit
+def loaded(delta, b, u, token, W, D, channel, column, live, state, exists, N: tl.constexpr):
+    """delta_t and u_t of the columns, b_t of the states. A loop loads them one token before it uses them."""
+    step = tl.load(delta + token * W + channel, live, other=0.0)
+    item = tl.load(u + token * D + column, live, other=0.0)
+    return step, item, tl.load(b + token * N + state, exists, other=0.0)
 
 
 @triton.jit
@@ -44,15 +51,16 @@ def scan_kernel(
     cell = (row * N + state[:, None]) * D + column[None, :]
     h = tl.load(first + cell, both, other=0.0)
     chunks = (T + CHUNK - 1) // CHUNK
+    next_step, next_item, next_into = loaded(delta, b, u, row * T, W, D, channel, column, live, state, exists, N)
+    next_out = tl.load(c + row * T * N + state, exists, other=0.0)
     for t in range(T):
-        token = row * T + t
+        token, ahead = row * T + t, row * T + tl.minimum(t + 1, T - 1)
+        step, item, into, out = next_step, next_item, next_into, next_out
+        next_step, next_item, next_into = loaded(delta, b, u, ahead, W, D, channel, column, live, state, exists, N)
+        next_out = tl.load(c + ahead * N + state, exists, other=0.0)
         if t % CHUNK == 0:
             tl.store(kept + ((row * chunks + t // CHUNK) * N + state[:, None]) * D + column[None, :], h, both)
-        _, decay = decay_of(delta, rate, opens, token, W, channel, live, HAS_OPENS)
-        item = tl.load(u + token * D + column, live, other=0.0)
-        into = tl.load(b + token * N + state, exists, other=0.0)
-        out = tl.load(c + token * N + state, exists, other=0.0)
-        h = decay * h + into[:, None] * item[None, :]
+        h = decay_of(step, rate, opens, token, HAS_OPENS) * h + into[:, None] * item[None, :]
         tl.store(y + token * D + column, tl.sum(out[:, None] * h, 0), live)
     tl.store(last + cell, h, both)
 
@@ -76,36 +84,37 @@ def scan_backward_kernel(
     for k in range(chunks):
         chunk = chunks - 1 - k
         h = tl.load(kept + (row * chunks + chunk) * N * D + cell, both, other=0.0)
-        for i in range(CHUNK):  # the states before each token of the chunk
-            t = chunk * CHUNK + i
-            if t < T:
-                token = row * T + t
-                tl.store(scratch + (row * CHUNK + i) * N * D + cell, h, both)
-                _, decay = decay_of(delta, rate, opens, token, W, channel, live, HAS_OPENS)
-                item = tl.load(u + token * D + column, live, other=0.0)
-                into = tl.load(b + token * N + state, exists, other=0.0)
-                h = decay * h + into[:, None] * item[None, :]
+        first, end = row * T + chunk * CHUNK, row * T + tl.minimum(T, chunk * CHUNK + CHUNK)
+        next_step, next_item, next_into = loaded(delta, b, u, first, W, D, channel, column, live, state, exists, N)
+        for token in range(first, end):  # the states before each token of the chunk
+            step, item, into = next_step, next_item, next_into
+            ahead = tl.minimum(token + 1, end - 1)
+            next_step, next_item, next_into = loaded(delta, b, u, ahead, W, D, channel, column, live, state, exists, N)
+            tl.store(scratch + (row * CHUNK + token - first) * N * D + cell, h, both)
+            h = decay_of(step, rate, opens, token, HAS_OPENS) * h + into[:, None] * item[None, :]
         tl.debug_barrier()
-        for j in range(CHUNK):
-            i = CHUNK - 1 - j
-            t = chunk * CHUNK + i
-            if t < T:
-                token = row * T + t
-                before = tl.load(scratch + (row * CHUNK + i) * N * D + cell, both, other=0.0)
-                step, decay = decay_of(delta, rate, opens, token, W, channel, live, HAS_OPENS)
-                item = tl.load(u + token * D + column, live, other=0.0)
-                dy = tl.load(d_y + token * D + column, live, other=0.0)
-                into = tl.load(b + token * N + state, exists, other=0.0)
-                out = tl.load(c + token * N + state, exists, other=0.0)
-                h = decay * before + into[:, None] * item[None, :]
-                g += out[:, None] * dy[None, :]
-                tl.store(d_c + (part + token) * N + state, tl.sum(h * dy[None, :], 1), exists)
-                tl.store(d_b + (part + token) * N + state, tl.sum(g * item[None, :], 1), exists)
-                tl.store(d_u + token * D + column, tl.sum(g * into[:, None], 0), live)
-                g = g * decay
-                through = g * before
-                tl.store(d_delta + token * D + column, tl.sum(through * rate, 0), live)
-                a_sum += through * step[None, :]
+        next_step, next_item, next_into = loaded(delta, b, u, end - 1, W, D, channel, column, live, state, exists, N)
+        next_before = tl.load(scratch + (row * CHUNK + end - 1 - first) * N * D + cell, both, other=0.0)
+        next_out = tl.load(c + (end - 1) * N + state, exists, other=0.0)
+        next_dy = tl.load(d_y + (end - 1) * D + column, live, other=0.0)
+        for j in range(end - first):
+            token = end - 1 - j
+            step, item, into, before, out, dy = next_step, next_item, next_into, next_before, next_out, next_dy
+            ahead = tl.maximum(token - 1, first)
+            next_step, next_item, next_into = loaded(delta, b, u, ahead, W, D, channel, column, live, state, exists, N)
+            next_before = tl.load(scratch + (row * CHUNK + ahead - first) * N * D + cell, both, other=0.0)
+            next_out = tl.load(c + ahead * N + state, exists, other=0.0)
+            next_dy = tl.load(d_y + ahead * D + column, live, other=0.0)
+            decay = decay_of(step, rate, opens, token, HAS_OPENS)
+            h = decay * before + into[:, None] * item[None, :]
+            g += out[:, None] * dy[None, :]
+            tl.store(d_c + (part + token) * N + state, tl.sum(h * dy[None, :], 1), exists)
+            tl.store(d_b + (part + token) * N + state, tl.sum(g * item[None, :], 1), exists)
+            tl.store(d_u + token * D + column, tl.sum(g * into[:, None], 0), live)
+            g = g * decay
+            through = g * before
+            tl.store(d_delta + token * D + column, tl.sum(through * rate, 0), live)
+            a_sum += through * step[None, :]
         tl.debug_barrier()  # the next chunk writes to the same scratch
     tl.store(d_a + row * N * D + cell, a_sum, both)
     tl.store(d_first + row * N * D + cell, g, both)
