@@ -1,22 +1,22 @@
 """Scans by the kernels of others: the same reads and gradients as the definition in float64, whatever the kernel loses.
 
-Torch operations stand in for the kernels, with their signatures; test_fla.py runs the kernels themselves.
+Torch operations stand in for the kernels, with their signatures; test_fla.py runs the kernels themselves. What stands
+around those of linear attention are kernels of our own, which test_scan_kernels.py runs.
 """
 
 import fla_reference
 import pytest
 import torch
 from processes import printed
-from reads import KEYED, SCANS, gradients_of, make
+from reads import RECURRENT, gradients_of, make
 
 from fem.functional import decay_scan, keyed_scan_read
 from fem.ops.channel_scan import channel_scan_read as of_channels
 from fem.ops.common import backend, recurrence
 from fem.ops.decay_scan import decaying_sum as of_sums
-from fem.ops.linear_attention import linear_attention_read as of_keys
 from fem.ops.ssm import ssm_read as of_ssm
 
-CASES = [*(name for name in SCANS if name != "decay"), "ssm without a skip"]
+CASES = [*(name for name in RECURRENT if name != "decay"), "ssm without a skip"]
 every_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -24,15 +24,13 @@ every_case = pytest.mark.parametrize("name", CASES)
 def kernels(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(backend, "_FOUND", {"fla": True, "mamba_ssm": True, "triton": True})
-    monkeypatch.setattr(of_keys, "by_fla", fla_reference.gla)
     for module in (recurrence, of_sums):
         monkeypatch.setattr(module, "by_hgrn", fla_reference.hgrn)
     monkeypatch.setattr(of_ssm, "mamba_kernel", fla_reference.selective_scan)
 
 
 def draw(name, time, dtype=torch.float32, **options):
-    """Values in the dtype, everything else in float32; of keyed scans, pairs of values."""
-    options |= {"free": options.get("width", 4)} if name in KEYED and "free" not in options else {}
+    """Values in the dtype, everything else in float32."""
     call = make(name.partition(" without")[0], time, batch=2, **{"width": 4, "weights": 1.0} | options)
     if "skip" in name:
         call = call.set(D=1e-30 * call.arguments["D"])
@@ -84,16 +82,7 @@ def test_free_energies_alone_are_read_by_a_kernel(monkeypatch, name, width):
     """Layers without a temperature gate read no mean; the kernel reads all the same, and its proof does not fail."""
     for scan in (of_channels.CHANNEL_SCAN, of_ssm.SSM_SCAN):
         monkeypatch.setattr(scan, "exact", None)
-    by_kernels = of_keys._by_kernels
-
-    def proven(*inputs):
-        found = by_kernels(*inputs)
-        assert found is not None
-        return found
-
-    monkeypatch.setattr(of_keys, "_by_kernels", proven)
-    masks = {"key_mask": (torch.arange(33) > 4).expand(2, 33)} if name in KEYED else {}
-    check(draw(name, 33, width=0, free=width), 2e-6, **masks)
+    check(draw(name, 33, width=0, free=width), 2e-6)
 
 
 def test_weights_below_the_range_of_a_kernel_are_computed_again():
@@ -102,10 +91,9 @@ def test_weights_below_the_range_of_a_kernel_are_computed_again():
     check(call.set(**weak, D=torch.zeros_like(call.arguments["D"])), 1e-4)
 
 
-@pytest.mark.parametrize(("name", "part", "value"), [("linear", "k", 0.0), ("aft", "log_weight", -torch.inf)])
-def test_a_row_without_weight_reads_zero_by_a_kernel(name, part, value):
-    call = draw(name, 9)
-    call.arguments[part][:, :4] = value
+def test_a_row_without_weight_reads_zero_by_a_kernel():
+    call = draw("aft", 9)
+    call.arguments["log_weight"][:, :4] = -torch.inf
     assert not any(x[:, :4].any() for x in call.read(backend="triton"))
 
 
@@ -122,11 +110,11 @@ import fla_reference, os, torch
 os.environ["TRITON_INTERPRET"] = "1"
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.ops.common import backend, recurrence
-from fem.ops.linear_attention import linear_attention_read as of_keys
+from fem.ops.linear_attention import kernel_read
 from fem.ops.ssm import ssm_read as of_ssm
 torch.set_num_threads(1)
 backend._FOUND = {"fla": True, "mamba_ssm": True, "triton": True}
-of_keys.by_fla, recurrence.by_hgrn = fla_reference.gla, fla_reference.hgrn
+kernel_read.by_fla, recurrence.by_hgrn = fla_reference.gla, fla_reference.hgrn
 of_ssm.mamba_kernel = fla_reference.selective_scan
 for prior in PRIORS.keys() - {"softmax"}:
     fields = {"n_embd": 16, "n_head": 2, "prior_type": prior}
