@@ -3,8 +3,8 @@
     e = exp(beta (f - c))        sums = kernel(q, k, s [v | e | 1])        w = sums_1 / s        s = e^-p
     mean = sums_v / sums_1       F = c + log(R) / beta, R = sums_e / sums_1
 
-As in the softmax layer's, e is exp(.) - 1 in a narrow channel, in which beta f spans less than 1 nat, and F is
-c + log(1 + R) / beta. s is 1 but for weights beyond e^+-30. Sums that prove nothing raise a flag, at which the host
+In a narrow channel, in which beta f spans less than 2 nats, c is the middle of the values, e is exp(.) - 1 and F is
+c + log(1 + R) / beta: R is so small that it loses nothing when it is rounded. s is 1 but for weights beyond e^+-30. Sums that prove nothing raise a flag, at which the host
 looks: `fem.ops.common.sums` has the rule.
 
 A tile is a block of tokens of one head, or of key channels of one head's memory. The scheme of a head,
@@ -119,12 +119,12 @@ def scheme_kernel(
             high = tl.maximum(high, tl.max(tl.where(held, lead, -INFINITE), 0))
             whole = tl.maximum(whole, tl.max(tl.where(held, kept, -INFINITE), 0))
             low = tl.minimum(low, tl.min(tl.where(held, kept, INFINITE), 0))
-    narrow = (whole - low) * rate < 1.0
-    shift = tl.where(narrow, whole, lifted(high, rate))
+    narrow, middle = (whole - low) * rate < 2.0, 0.5 * low + 0.5 * whole
+    shift = tl.where(narrow, middle, lifted(high, rate))
     to = scheme + cell * (3 * FREE + 1)
     tl.store(to + channel, shift, there)
     tl.store(to + FREE + channel, narrow.to(tl.float32), there)
-    tl.store(to + 2 * FREE + channel, 0.5 * low + 0.5 * whole, there)
+    tl.store(to + 2 * FREE + channel, middle, there)
     tl.store(to + 3 * FREE, scale)
     if PRECISE and FREE > 0:
         least = tl.min(tl.where(there, rate, INFINITE))
