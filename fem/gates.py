@@ -96,11 +96,17 @@ class TwoLevelGate(nn.Module):
     def mixed(self, features: Float[Tensor, "*t f"], read: Read) -> Float[Tensor, "*t h d"]:
         """o = g ((1 - lambda) mean + lambda F).                                                          (Eq. 11)"""
         inner, outer = self._logits(features)
-        if not self.per_head and by_kernels(*read, inner, outer):
+        if not self.per_head and by_kernels(*read, inner, outer, differentiable=True):
             from fem.ops.common.token_kernels import gated  # by Triton, which the library does not require
 
-            return gated(*read, inner, outer, self.config.free_share is not None, self.config.eps)
-        u = self.mix(read, self._lambda(inner))
+            return gated(self._mixed, *read, inner, outer, self.config.free_share is not None, self.config.eps)
+        return self._mixed(*read, inner, outer)
+
+    def _mixed(
+        self, mean: Tensor, free_energy: Tensor | None, inner: Tensor | None, outer: Tensor | None
+    ) -> Float[Tensor, "*t h d"]:
+        """`mixed`, from the logits of lambda and g, by operations of PyTorch."""
+        u = self.mix(Read(mean, free_energy), self._lambda(inner))
         if outer is None:
             return u
         a = self._by_heads(outer)

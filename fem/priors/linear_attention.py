@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig
+from fem.ops.common.launch import plain_tensors
 from fem.ops.common.precision import upcast
-from fem.ops.linear_attention.linear_attention_read import linear_attention_read
+from fem.ops.linear_attention.linear_attention_read import by_kernels_of_fla, linear_attention_read
 from fem.prior_table import ROWS, gla_decay_width
 from fem.priors.base import Prior
 
@@ -31,10 +33,22 @@ class FeatureMapPrior(Prior):
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
         heads = (-1, self.config.key_width)
-        q, k = (upcast(projection(features).unflatten(-1, heads)) for projection in (self.query, self.key))
-        q, k = (F.relu(x) + self.config.eps for x in self.rotated((q, k), tokens.position))
+        q, k = (projection(features).unflatten(-1, heads) for projection in (self.query, self.key))
+        q, k = self.phi(q, k, tokens.position)
         inputs = (q, k, v, beta, self.log_decay(features))
         return self.scan(linear_attention_read, *inputs, tokens=tokens, memory=memory, free_values=free_values)
+
+    def phi(self, q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t h d"], position: Tensor) -> tuple[Tensor, Tensor]:
+        """The features of queries and keys: in float32, or rounded to bfloat16 where kernels multiply them so."""
+        config = self.config
+        rounds = q.dtype == torch.bfloat16 and q.shape[1] > 1 and by_kernels_of_fla(config.backend, q)
+        if rounds and plain_tensors(q, k) and not torch.compiler.is_compiling():
+            from fem.ops.linear_attention.feature_kernels import features  # by Triton, which is not required
+
+            frequency = self._frequency(config.key_width, q.device) if config.use_rope else None
+            return features(q, k, position, frequency, config.rope_factor, config.eps)
+        q, k = (F.relu(x) + config.eps for x in self.rotated((upcast(q), upcast(k)), position))
+        return (q.bfloat16(), k.bfloat16()) if rounds else (q, k)
 
 
 class LinearPrior(FeatureMapPrior):

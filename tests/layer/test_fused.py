@@ -1,13 +1,11 @@
 """The fused softmax layer: its kernels in Triton's interpreter, and which calls it reads."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_cases
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer
 from fem.call import Call
@@ -15,26 +13,19 @@ from fem.call import Call
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
-def run_cases(chosen: str) -> None:
-    """The cases whose names fit, in a process in which Triton interprets its kernels."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    cases = str(Path(__file__).with_name("fused_cases.py"))
-    options = ["-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider", "-k"]
-    command = [sys.executable, "-m", "pytest", *options, chosen, cases]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+CASES = Path(__file__).with_name("fused_cases.py")
 
 
 @needs_triton
 def test_a_full_layer_reads_as_the_definition_does():
-    run_cases("definition and full and not split")
+    run_cases(CASES, "definition and full and not split")
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_case_in_the_interpreter():
-    run_cases("test")
+    run_cases(CASES, "test")
 
 
 def call(layer, x, **marks):

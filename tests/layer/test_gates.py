@@ -35,10 +35,10 @@ def test_the_gradients_of_the_gates_by_hand_are_the_true_ones_of_first_and_secon
     torch.testing.assert_close(again, once)
 
 
-def test_a_kernel_without_gradient_is_asked_about_the_gates_own_parameters(monkeypatch):
+def test_a_kernel_is_asked_about_the_gates_own_parameters(monkeypatch):
     """Where only the gates are trained, neither the features nor what was read have a gradient."""
     asked = []
-    monkeypatch.setattr(gates, "by_kernels", lambda *tensors: asked.extend(tensors))
+    monkeypatch.setattr(gates, "by_kernels", lambda *tensors, differentiable: asked.extend(tensors))
     gate = TwoLevelGate(FreeEnergyMixerConfig(n_embd=12, n_head=2, fem_dim=8, use_conv=False))
     out = gate.mixed(torch.randn(2, 5, 12), Read(*torch.randn(2, 2, 5, 2, 4)))
     assert [x.requires_grad for x in asked] == [False, False, True, True]

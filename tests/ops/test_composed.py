@@ -1,36 +1,33 @@
 """Scans by the kernels of others: the same reads and gradients as the definition in float64, whatever the kernel loses.
 
-Torch operations stand in for the kernels, with their signatures; test_fla.py runs the kernels themselves.
+Torch operations stand in for the kernels, with their signatures; test_fla.py runs the kernels themselves. Our own stand
+around those of linear attention (test_scan_kernels.py) and read channels (test_channel_kernels.py).
 """
 
 import fla_reference
 import pytest
 import torch
 from processes import printed
-from reads import KEYED, gradients_of, make
+from reads import gradients_of, make
 
 from fem.functional import decay_scan, keyed_scan_read
 from fem.ops.common import backend
 from fem.ops.decay_scan import decaying_sum as of_sums
-from fem.ops.linear_attention import linear_attention_read as of_keys
 from fem.ops.ssm import ssm_read as of_ssm
 
-CASES = [*KEYED, "ssm", "ssm without a skip"]  # channels have kernels of their own: test_channel_kernels.py
-every_case = pytest.mark.parametrize("name", CASES)
+every_case = pytest.mark.parametrize("name", ["ssm", "ssm without a skip"])
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(backend, "_FOUND", {"fla": True, "mamba_ssm": True, "triton": True})
-    monkeypatch.setattr(of_keys, "by_fla", fla_reference.gla)
     monkeypatch.setattr(of_sums, "by_hgrn", fla_reference.hgrn)
     monkeypatch.setattr(of_ssm, "mamba_kernel", fla_reference.selective_scan)
 
 
 def draw(name, time, dtype=torch.float32, **options):
-    """Values in the dtype, everything else in float32; of keyed scans, pairs of values."""
-    options |= {"free": options.get("width", 4)} if name in KEYED and "free" not in options else {}
+    """Values in the dtype, everything else in float32."""
     call = make(name.partition(" without")[0], time, batch=2, **{"width": 4, "weights": 1.0} | options)
     if "skip" in name:
         call = call.set(D=1e-30 * call.arguments["D"])
@@ -54,10 +51,7 @@ def check(call, limit, **marks):
 @pytest.mark.parametrize("time", [2, 17, 64, 65, 127])
 @every_case
 def test_a_kernel_reads_what_the_definition_says(name, time):
-    marks = {"key_mask": torch.arange(time) % 5 != 3, "segment_ids": torch.arange(time) // 11} if time % 2 else {}
-    if "ssm" in name:  # its kernel knows no documents
-        marks.pop("segment_ids", None)
-    check(draw(name, time), 2e-6, **{n: mark.expand(2, time) for n, mark in marks.items()})
+    check(draw(name, time), 2e-6, key_mask=(torch.arange(time) % 5 != 3).expand(2, time) if time % 2 else None)
 
 
 @every_case
@@ -70,39 +64,22 @@ def test_bfloat16_values_are_read_to_their_precision(name):
 def test_what_a_kernel_cannot_prove_is_computed_again(name, change):
     """A value 300 nats above the others in the future; values that hardly differ; decays that flush weights to 0."""
     call = draw(name, 19, decay=change.get("decay", 0.1))
-    values = "free_values" if "free_values" in call.arguments else "v"
-    changed = call.arguments[values].clone()
+    changed = call.arguments["v"].clone()
     changed[:, 12] += change.get("spike", 0.0)
-    check(call.set(**{values: 100 + 1e-3 * changed if "span" in change else changed}), 1e-4)
+    check(call.set(v=100 + 1e-3 * changed if "span" in change else changed), 1e-4)
 
 
 @pytest.mark.parametrize("width", [3, 16])
-@pytest.mark.parametrize("name", CASES[:-1])
-def test_free_energies_alone_are_read_by_a_kernel(monkeypatch, name, width):
+def test_free_energies_alone_are_read_by_a_kernel(monkeypatch, width):
     """Layers without a temperature gate read no mean; the kernel reads all the same, and its proof does not fail."""
     monkeypatch.setattr(of_ssm.SSM_SCAN, "exact", None)
-    by_kernels = of_keys._by_kernels
-
-    def proven(*inputs):
-        found = by_kernels(*inputs)
-        assert found is not None
-        return found
-
-    monkeypatch.setattr(of_keys, "_by_kernels", proven)
-    masks = {"key_mask": (torch.arange(33) > 4).expand(2, 33)} if name in KEYED else {}
-    check(draw(name, 33, width=0, free=width), 2e-6, **masks)
+    check(draw("ssm", 33, width=0, free=width), 2e-6)
 
 
 def test_weights_below_the_range_of_a_kernel_are_computed_again():
     call = draw("ssm", 17)
     weak = {n: 1e-22 * call.arguments[n] for n in "BC"}
     check(call.set(**weak, D=torch.zeros_like(call.arguments["D"])), 1e-4)
-
-
-def test_a_row_without_weight_reads_zero_by_a_kernel():
-    call = draw("linear", 9)
-    call.arguments["k"][:, :4] = 0
-    assert not any(x[:, :4].any() for x in call.read(backend="triton"))
 
 
 def test_a_decaying_sum_by_a_kernel_goes_on_from_its_state():
@@ -118,11 +95,11 @@ import fla_reference, os, torch
 os.environ["TRITON_INTERPRET"] = "1"
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.ops.common import backend
-from fem.ops.linear_attention import linear_attention_read as of_keys
+from fem.ops.linear_attention import kernel_read
 from fem.ops.ssm import ssm_read as of_ssm
 torch.set_num_threads(1)
 backend._FOUND = {"fla": True, "mamba_ssm": True, "triton": True}
-of_keys.by_fla = fla_reference.gla
+kernel_read.by_fla = fla_reference.gla
 of_ssm.mamba_kernel = fla_reference.selective_scan
 for prior in PRIORS.keys() - {"softmax"}:
     fields = {"n_embd": 16, "n_head": 2, "prior_type": prior}

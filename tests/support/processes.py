@@ -13,3 +13,12 @@ def printed(*command: str) -> str:
     done = subprocess.run([sys.executable, "-W", "ignore", *command], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def run_cases(file: Path, chosen: str) -> None:
+    """The cases of a file whose names fit, in a process in which Triton interprets its kernels."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    options = ["-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider", "-k"]
+    command = [sys.executable, "-m", "pytest", *options, chosen, str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -95,16 +95,29 @@ def of_read(case: dict) -> float:
     return max(map(far, found, definition(*inputs)))
 
 
-@torch.no_grad()
 def of_gates(fields: dict) -> float:
+    """Of the output, and of its first and second derivatives."""
     torch.manual_seed(0)
     config = FreeEnergyMixerConfig.matched(n_embd=24, n_head=3, use_conv=False, **fields)
     gate, x = TwoLevelGate(config), 10.0 * torch.randn(2, 5, 24)
     split = config.free_share is not None
     mean = torch.randn(2, 5, 3, config.value_width - (config.free_width if split else 0))
     read = Read(mean, torch.randn(2, 5, 3, config.free_width) if config.use_lse else None)
-    logits = (None if part is None else part(x) for part in (gate.inner, gate.outer))
-    return far(gated(*read, *logits, split, config.eps), gate.mixed(x, read))
+    leaves = [x.requires_grad_() for x in (*read, *gate.parameters()) if x is not None]
+    logits = [None if part is None else part(x) for part in (gate.inner, gate.outer)]
+    results = []
+    for o in (gated(gate._mixed, *read, *logits, split, config.eps), gate.mixed(x, read)):
+        loss = o.pow(3).sum() / 1e3
+        known = [
+            torch.autograd.grad(loss, leaves, create_graph=more, retain_graph=True, materialize_grads=True)
+            for more in (False, True)
+        ]
+        again = torch.autograd.grad(sum(d.square().sum() for d in known[1]), leaves, materialize_grads=True)
+        results.append([o.detach(), *known[0], *(d.detach() for d in known[1]), *again])
+    with torch.no_grad():
+        results[0][0] = torch.stack([results[0][0], gated(gate._mixed, *read, *logits, split, config.eps)])
+        results[1][0] = torch.stack([results[1][0], results[1][0]])
+    return max(map(far, *results))
 
 
 def of_rotation(dtype: torch.dtype, position: list) -> float:

@@ -21,11 +21,12 @@ def on(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device)
 
 
-def by_kernels(*tensors: Tensor | None) -> bool:
-    """Whether kernels without a gradient may compute with the tensors: called eagerly on CUDA, at most 32 bits wide."""
+def by_kernels(*tensors: Tensor | None, differentiable: bool = False) -> bool:
+    """Whether kernels may compute with the tensors: called eagerly on CUDA, at most 32 bits wide, and without a
+    gradient, unless the kernels are differentiable."""
     if not (tensors[0].is_cuda and found("triton")) or torch.compiler.is_compiling():
         return False
-    return tensors[0].numel() > 0 and plain_tensors(*tensors) and not differentiated(*tensors)
+    return tensors[0].numel() > 0 and plain_tensors(*tensors) and (differentiable or not differentiated(*tensors))
 
 
 def plain_tensors(*tensors: Tensor | None) -> bool:

@@ -42,9 +42,9 @@ def rotate_all(
     table = _table if traced and x.shape[1] > 1 else _cos_and_sin  # of one token, launches cost more than angles
     cos, sin = table(position, frequency, factor, x.dtype)
     if len(tensors) > 1 and x.shape[1] == 1:  # of one token the calls cost more than the copy
-        turned = _turned(torch.cat(tensors, 2), cos, sin)
-        return list(torch.split_with_sizes(turned, [x.shape[2] for x in tensors], 2))
-    return [_turned(x, cos, sin) for x in tensors]
+        both = turned(torch.cat(tensors, 2), cos, sin)
+        return list(torch.split_with_sizes(both, [x.shape[2] for x in tensors], 2))
+    return [turned(x, cos, sin) for x in tensors]
 
 
 def _cos_and_sin(position: Tensor, frequency: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -74,6 +74,7 @@ def _(position, frequency, factor, dtype):
     return tuple(position.new_empty(shape, dtype=dtype) for _ in "cs")
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, T, H, d) turned by angles whose cos and sin are (.., T, 1, d/2)."""
     low, high = x.chunk(2, -1)
     return torch.cat([torch.addcmul(low * cos, high, -sin), torch.addcmul(high * cos, low, sin)], -1)

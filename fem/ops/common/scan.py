@@ -28,22 +28,28 @@ class ScanCall(NamedTuple):
     backend: str = "auto"
 
     def both_ways(
-        self, one_way: Callable[..., tuple[Terms, State | None]], inputs: Sequence[Tensor | None], beta: Tensor
+        self,
+        one_way: Callable[..., tuple[Terms, State | None]],
+        inputs: Sequence[Tensor | None],
+        beta: Tensor,
+        widen: bool = True,
     ) -> tuple[Terms, State | None]:
         """The read of all tokens that a row may see, and the state after the last.
 
         one_way(*inputs, beta, tokens, state, present): the same of the tokens up to each, or before each unless
-        `present`. Inputs are (B, T, ...), and so are the terms. one_way gets them in one dtype, `compute_dtype`, and
-        beta between LEAST_BETA and MOST_BETA.
+        `present`. Inputs are (B, T, ...), and so are the terms. one_way gets them in one dtype, `compute_dtype`,
+        where that is to widen them, and beta between LEAST_BETA and MOST_BETA.
         """
         beta, dtype = upcast(beta).clamp(LEAST_BETA, MOST_BETA), compute_dtype(*inputs)
-        wide = {id(x): x.to(dtype) for x in inputs if x is not None}  # v and f may be one tensor, and stay one
-        inputs = [None if x is None else wide[id(x)] for x in inputs]
+        if widen:
+            wide = {id(x): x.to(dtype) for x in inputs if x is not None}  # v and f may be one tensor, and stay one
+            inputs = [None if x is None else wide[id(x)] for x in inputs]
         past, state = one_way(*inputs, beta, self.tokens, self.initial_state, True)
         if self.causal:
             return past, state
         flip = lambda x: None if x is None else x.flip(1)  # noqa: E731
         future, _ = one_way(*map(flip, inputs), beta, self.tokens.reversed(), None, False)
+        past, future = (Terms(*map(upcast, terms)) for terms in (past, future))
         return merge(past, Terms(*map(flip, future)), beta.to(past.mean.dtype)), state
 
     def result(

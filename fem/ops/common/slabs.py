@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fem.ops.common.fallback_count import fallbacks
 from fem.ops.common.operator import operator
-from fem.ops.common.precision import double, needs_float64, without_autocast
+from fem.ops.common.precision import double, needs_float64, upcast, without_autocast
 from fem.ops.common.read import Terms, connected_zeros
 from fem.ops.common.recorded import recorded
 from fem.ops.common.steps import along_time, portable
@@ -23,8 +23,9 @@ class SlabScan:
     """A scan of inputs along time, (B, T, ..), of which v and f come last, and of shared ones, of which beta does.
 
     slab(memory, kernels, *inputs): what a slab reads, the memory after it, and how many of its entries were computed
-    again, or None where that is in doubt; kernels: not 0 where kernels read the whole call. size(*inputs): tokens of a
-    slab. rough(*inputs): whether other inputs than the values ask for float64.
+    again, or None where that is in doubt; kernels: not 0 where kernels read the whole call, of inputs in any dtype.
+    direct: whether an eager call keeps what autograd needs of kernels, instead of running them again. size(*inputs):
+    tokens of a slab. rough(*inputs): whether other inputs than the values ask for float64.
     step(memory, *inputs): what one token reads, (B, 1, ..), and the memory after it, by operations that PyTorch can
     export and differentiate any number of times. exact: the same of any number of tokens; None: one step after another.
     whole: the same by kernels that leave nothing in doubt, in the place of slabs; None: slabs ask kernels themselves.
@@ -41,9 +42,10 @@ class SlabScan:
         rough: Callable = lambda *inputs: False,
         exact: Callable | None = None,
         whole: Callable | None = None,
+        direct: bool = False,
     ):
         self.time, self.slab, self.step, self.size, self.rough = len(along), slab, step, size, rough
-        self.exact, self.whole = exact or self.by_steps, whole
+        self.exact, self.whole, self.direct = exact or self.by_steps, whole, direct
         self.count = len(along) + len(shared)
         inputs = ", ".join(f"Tensor? {x}" for x in (*along, *shared))
         memory = ", ".join(f"Tensor {x}" for x in Terms._fields)
@@ -62,13 +64,18 @@ class SlabScan:
             return Terms(*(connected_zeros(v, shape, *inputs, *memory) for shape in shapes)), memory
         with without_autocast(v.device):
             if portable():
-                return self.by_steps(memory, *inputs)
+                return self.by_steps(memory, *_widened(inputs))
             if kernels and self.whole is not None and not transformed(*inputs, *memory):
                 return self.whole(memory, *inputs)
             if v.shape[1] == 1 and not differentiated(*inputs, *memory):  # a kernel takes more launches, and waits
-                return self.step(memory, *inputs)
+                return self.step(memory, *_widened(inputs))
             if transformed(*inputs, *memory):
-                return self.exact(memory, *inputs)
+                return self.exact(memory, *_widened(inputs))
+            if kernels and self.direct and not torch.compiler.is_compiling():
+                if (found := self.slab(memory, kernels, *inputs)) is not None:
+                    fallbacks.count(inputs[self.time - 1].numel(), 0)
+                    return found[:2]
+                inputs, kernels = _widened(inputs), 0
         out = self.forward(*inputs, *memory, kernels)
         return Terms(*out[:3]), Terms(*out[3:6])
 
@@ -104,6 +111,7 @@ class SlabScan:
             return found
         if not kernels:
             return *self.exact(memory, *inputs), inputs[self.time - 1].numel()
+        inputs = _widened(inputs)
         dtype, pieces = memory.mean.dtype, self._slabs(inputs, 0)
         if self._in_float64(inputs):
             inputs, memory = _doubled(inputs), Terms(*double(*memory))
@@ -136,7 +144,7 @@ class SlabScan:
     def _empty_reads(self, inputs: Sequence[Tensor | None], memory: Terms) -> list[Tensor]:
         v, f = inputs[self.time - 2 : self.time]
         widths = memory.log_weight.shape[-1], v.shape[-1], f.shape[-1]
-        return [v.new_empty(*v.shape[:-1], width) for width in widths]
+        return [memory.mean.new_empty(*v.shape[:-1], width) for width in widths]
 
     def _empty(self, *arguments):
         inputs, memory, kernels = arguments[: self.count], Terms(*arguments[self.count : -1]), arguments[-1]
@@ -149,6 +157,7 @@ class SlabScan:
         """Gradients of the memory and of the inputs: each slab is read again from its border, the last one first."""
         inputs, borders, kernels = arguments[: self.count], Terms(*arguments[self.count : -1]), arguments[-1]
         dtype, d_reads, d_memory = borders.mean.dtype, grads[:3], grads[3:]
+        dtypes = [None if x is None else x.dtype for x in inputs]
         if not kernels and self._in_float64(inputs):
             inputs, borders = _doubled(inputs), Terms(*double(*borders))
             d_reads, d_memory = double(*d_reads), double(*d_memory)
@@ -162,7 +171,7 @@ class SlabScan:
                 leaves = [*before, *(given[n].requires_grad_() for n in asked)]
                 read, memory, _ = self._read(Terms(*before), kernels, given)
                 pairs = [*zip(read, (None if d is None else d[:, piece] for d in d_reads)), *zip(memory, d_memory)]
-                pairs = [pair for pair in pairs if pair[1] is not None and pair[0].requires_grad]
+                pairs = [(y, d.to(y.dtype)) for y, d in pairs if d is not None and y.requires_grad]
                 outputs, cotangents = zip(*pairs)
                 gradients = torch.autograd.grad(outputs, leaves, cotangents, materialize_grads=True)
             d_memory = gradients[:3]
@@ -171,7 +180,7 @@ class SlabScan:
                     found[n][:, piece] = part
                 else:
                     found[n] += part
-        return [*(x.to(dtype).clone() for x in d_memory), *(found[n].to(dtype) for n in asked)]
+        return [*(x.to(dtype).clone() for x in d_memory), *(found[n].to(dtypes[n]) for n in asked)]
 
     def _empty_gradients(self, grads, wanted, *arguments):
         asked = [x for x, w in zip(arguments[: self.count], wanted) if x is not None and w]
@@ -187,18 +196,22 @@ class SlabScan:
         saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
         inputs, memory, borders = saved[: self.count], saved[self.count : -3], saved[-3:]
         if torch.is_grad_enabled():
-            return *again_differentiable(self._again, [*inputs, *memory], grads[:6]), None
+            return *again_differentiable(self.again, [*inputs, *memory], grads[:6]), None
         wanted = list(ctx.needs_input_grad[: self.count])
         found = self.backward(list(grads[:6]), wanted, *inputs, *borders, ctx.kernels)
         remaining = iter(found[3:])
         d_inputs = [next(remaining) if x is not None and w else None for x, w in zip(inputs, wanted)]
         return *d_inputs, *found[:3], None
 
-    def _again(self, *tensors):
+    def again(self, *tensors):
         """The exact results in float64, whose second derivatives need digits that float32 has not."""
         tensors = _doubled(tensors)
         read, memory = self.exact(Terms(*tensors[self.count :]), *tensors[: self.count])
         return [*read, *memory]
+
+
+def _widened(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [upcast(x) if x is not None and x.is_floating_point() else x for x in tensors]
 
 
 def _doubled(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -1,12 +1,12 @@
-"""Triton kernels for what stands around a read where no gradient is wanted: rotation and gates in one launch each.
+"""Triton kernels for what stands around a read: the gates, and the rotation of one token, in one launch each.
 
 PyTorch launches ten to fourteen kernels for either, which is most of what one token of a layer takes. Graphs of
-torch.compile do not need them, as inductor fuses the same operations.
+torch.compile do not need them, as inductor fuses the same operations. The gates have a gradient, in one launch, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -15,7 +15,8 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from fem.ops.common.launch import on
-from fem.ops.common.triton_math import gate, turn
+from fem.ops.common.transforms import again_differentiable, differentiated
+from fem.ops.common.triton_math import gate, softplus, turn
 
 NUMBERS = 1024  # of a program, 8 for each of 128 threads
 
@@ -46,7 +47,50 @@ def gate_kernel(
     tl.store(o + at, u, inside)
 
 
+@triton.jit
+def gate_backward_kernel(
+    d_o, mean, free, inner, outer, d_mean, d_free, d_inner, d_outer, rows, eps, MEAN: tl.constexpr,
+    FREE: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, MIXED: tl.constexpr, GATED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """du = g do; with s = softplus(outer) and r the norm's factor, ds = r (h - r^2 mean(h s) s), h = u do."""
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    token, exists = row.to(tl.int64)[:, None], (row < rows)[:, None]
+    inside, in_mean = exists & (column < WIDTH)[None], exists & (column < MEAN)[None]
+    at = token * WIDTH + column[None]
+    d_u = tl.load(d_o + at, inside, other=0.0).to(tl.float32)
+    u, gap, lambda_ = tl.zeros_like(d_u), tl.zeros_like(d_u), tl.zeros_like(d_u)
+    channel = column - (MEAN if SPLIT else 0)
+    there = exists & ((channel >= 0) & (channel < FREE))[None]
+    if SPLIT or MIXED or FREE == 0:
+        u += tl.load(mean + token * MEAN + column[None], in_mean, other=0.0).to(tl.float32)
+    if FREE > 0:
+        f = tl.load(free + token * FREE + channel[None], there, other=0.0).to(tl.float32)
+        if MIXED:
+            gap, lambda_ = f - u, tl.sigmoid(tl.load(inner + at, inside, other=0.0).to(tl.float32))
+            f = lambda_ * gap
+        u += f
+    if GATED:
+        logit = tl.load(outer + at, inside, other=0.0).to(tl.float32)
+        s = tl.where(inside, softplus(logit), 0.0)
+        r = tl.rsqrt(tl.sum(s * s, 1) / WIDTH + eps)[:, None]
+        h = d_u * u
+        d_s = r * (h - r * r * (tl.sum(h * s, 1) / WIDTH)[:, None] * s)
+        tl.store(d_outer + at, d_s * tl.sigmoid(logit), inside)
+        d_u *= r * s
+    if MIXED:
+        tl.store(d_inner + at, d_u * gap * lambda_ * (1 - lambda_), inside)
+        tl.store(d_free + at, d_u * lambda_, inside)
+        tl.store(d_mean + at, d_u * (1 - lambda_), inside)
+    else:
+        if FREE > 0:
+            tl.store(d_free + token * FREE + channel[None], d_u, there)
+        if SPLIT or FREE == 0:
+            tl.store(d_mean + token * MEAN + column[None], d_u, in_mean)
+
+
 def gated(
+    plain: Callable[..., Tensor],
     mean: Float[Tensor, "*t h dm"],
     free: Float[Tensor, "*t h df"] | None,
     inner: Float[Tensor, "*t h_d"] | None,
@@ -54,19 +98,51 @@ def gated(
     split: bool,
     eps: float,
 ) -> Float[Tensor, "*t h d"]:
-    """`TwoLevelGate.mixed` of a read and the gates' logits, in the dtype of the read."""
+    """`TwoLevelGate.mixed` of a read and the gates' logits, in the dtype of the read.
+
+    plain(mean, free, inner, outer): the same, differentiable any number of times.
+    """
+    given = [None if x is None else x.contiguous() for x in (mean, free, inner, outer)]
+    if differentiated(*given):
+        return _Gated.apply(plain, split, eps, *given)
+    return _launch_gate(*given, split, eps)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plain, split, eps, *given):
+        ctx.plain, ctx.split, ctx.eps = plain, split, eps
+        ctx.save_for_backward(*given)
+        return _launch_gate(*given, split, eps)
+
+    @staticmethod
+    def backward(ctx, grad):
+        given = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, None, None, *again_differentiable(lambda *x: [ctx.plain(*x)], given, [grad])
+        mean, free, inner, _ = given
+        unread = free is not None and inner is None and not ctx.split
+        found = [None if x is None else torch.empty_like(x) for x in (None if unread else mean, *given[1:])]
+        _launch_gate(*given, ctx.split, ctx.eps, grad.contiguous(), found)
+        return None, None, None, *found
+
+
+def _launch_gate(mean, free, inner, outer, split: bool, eps: float, d_o: Tensor | None = None, found=()) -> Tensor:
+    """o; with d_o, write the gradients of the four inputs to what was found of them, and return d_o."""
     free = mean[..., :0] if free is None else free
     width = mean.shape[-1] + free.shape[-1] if split else max(mean.shape[-1], free.shape[-1])
-    given = [None if x is None else x.contiguous() for x in (mean, free, inner, outer)]
-    o = mean.new_empty(*mean.shape[:-1], width)
     columns, rows = triton.next_power_of_2(width), mean.shape[:-1].numel()
     tile = max(1, NUMBERS // columns)
+    sizes = {"MEAN": mean.shape[-1], "FREE": free.shape[-1], "WIDTH": width, "ROWS": tile, "COLUMNS": columns}
+    parts = {"SPLIT": split, "MIXED": inner is not None and not split, "GATED": outer is not None}
+    o = mean.new_empty(*mean.shape[:-1], width) if d_o is None else d_o
+    given = [o if x is None else x for x in (mean, free, inner, outer)]
     with on(mean.device):
-        gate_kernel[triton.cdiv(rows, tile),](
-            *(o if x is None else x for x in given), o, rows, eps, MEAN=mean.shape[-1], FREE=free.shape[-1],
-            WIDTH=width, SPLIT=split, MIXED=inner is not None and not split, GATED=outer is not None, ROWS=tile,
-            COLUMNS=columns,
-        )  # fmt: skip
+        if d_o is None:
+            gate_kernel[triton.cdiv(rows, tile),](*given, o, rows, eps, **sizes, **parts)
+        else:
+            found = [o if x is None else x for x in found]
+            gate_backward_kernel[triton.cdiv(rows, tile),](d_o, *given, *found, rows, eps, **sizes, **parts)
     return o
 
 

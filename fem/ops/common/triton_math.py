@@ -7,6 +7,9 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+LEAST_PROVEN = tl.constexpr(8.75651076269652e-27)  # e^-60
+LOG_2 = tl.constexpr(0.6931471805599453)
+NO_FRACTION = tl.constexpr(8388608.0)  # 2^23: float32 has no fractions from here on
 
 
 @triton.jit
@@ -30,6 +33,28 @@ def logarithm(x):
 def log_1_plus(x, rounded):
     """log(1 + x), given `rounded`, the logarithm of the rounded 1 + x: near 0 by its series."""
     return tl.where(tl.abs(x) < 0.01, x * (1.0 - x * (0.5 - x * (1 / 3 - x * 0.25))), rounded)
+
+
+@triton.jit
+def level(total, narrow, doubtful):
+    """beta (F - c) from R, and its derivative, 1 / R or 1 / (1 + R); 0 and 0 where R is doubtful."""
+    base = tl.where(narrow, 1.0 + total, tl.where(doubtful, 1.0, total))
+    log = logarithm(base)
+    return tl.where(narrow, log_1_plus(total, log), log), tl.where(doubtful, 0.0, 1.0 / base)
+
+
+@triton.jit
+def energy(z, narrow):
+    """e = exp(z); exp(z) - 1 where narrow."""
+    return tl.where(narrow, exp_minus_1(tl.where(narrow, z, 0.0)), tl.exp(z))
+
+
+@triton.jit
+def lifted(high, rate):
+    """The least c from `high` on of which rate c is a multiple of log 2: another one changes e by a power of 2, not its
+    rounding."""
+    bits = rate / LOG_2
+    return tl.where(tl.abs(high * bits) < NO_FRACTION, tl.ceil(high * bits) / bits, high)
 
 
 @triton.jit

@@ -74,15 +74,13 @@ def by_fla(
     k: Float[Tensor, "b t h dk"],
     items: Float[Tensor, "b t h d"],
     g: Tensor | None,
-    state: States,
+    state: States | None,
     opens: Bool[Tensor, "b t"] | None,
 ) -> tuple[Float[Tensor, "b t h d"], States]:
-    """The rows, and the state after the last token. g (B, T, H, 1 or d_k); opens: where a document begins."""
-    width, dtype = items.shape[-1], torch.bfloat16 if items.dtype == torch.bfloat16 else torch.float32
-    items, state = (F.pad(x, (0, -width % 16)) for x in (items, state.float()))
-    if g is not None and g.shape[-1] == 1:
-        g = g.expand(*k.shape) if refuses_decay_of_heads(g.device) else g.squeeze(-1)
-    inputs, borders = [q.to(dtype), k.to(dtype), items, g], None
+    """The rows, and the state after the last token; d is a multiple of 16, q, k and items have one dtype.
+
+    g (B, T, H) or (B, T, H, d_k) and the state are float32; opens: where a document begins."""
+    inputs, borders = [q, k, items, g], None
     if opens is not None:  # rows one after another, each document a sequence; the first of a row continues its state
         rows, time = opens.shape
         opens = opens.flatten()
@@ -90,12 +88,13 @@ def by_fla(
         borders = F.pad(starts, (0, 1), value=len(opens))
         finals = torch.searchsorted(starts, time * torch.arange(1, rows + 1, device=starts.device)) - 1
         inputs = [None if x is None else x.flatten(0, 1).unsqueeze(0) for x in inputs]
-        state = torch.where(opens[starts, None, None, None], 0, state[starts // time])
+        if state is not None:
+            state = torch.where(opens[starts, None, None, None], 0, state[starts // time])
     run = fla_kernel(g, inputs[0].shape[1])
     out, last = run(*inputs, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=borders)
-    if opens is not None:
-        out, last = out.view(rows, time, *out.shape[2:]), last.index_select(0, finals)
-    return out.float()[..., :width], last[..., :width]
+    if opens is None:
+        return out, last
+    return out.view(rows, time, *out.shape[2:]), last.index_select(0, finals)
 
 
 @cache

@@ -12,16 +12,17 @@ from torch import Tensor
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, log, read_free
+from fem.ops.common.read import NO_WEIGHT, Read, Terms, log, read_free
 from fem.ops.common.scan import ScanCall, memory_before
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.sums import Shift, Sums, entering, leaving, looked_at, shift_for, suspect
+from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for, suspect
 from fem.ops.common.tokens import Tokens, filled
-from fem.ops.linear_attention.chunked import CHUNK, by_fla, chunked
+from fem.ops.linear_attention.chunked import CHUNK, chunked
 from fem.ops.linear_attention.linear_log_space import forget, linear_step
 from fem.ops.linear_attention.naive_linear_attention import naive_linear_attention_read
 
 TOKENS_AT_A_TIME = 2**12  # of a slab, over rows and heads: intermediate results fit the CPU's cache
+NEW_BY_KERNELS, STATED_BY_KERNELS = 1, 2  # of a call by kernels: whether its memory holds anything
 LARGE_FEATURE = 2.0**23  # and the inverse of a small one: from here on products of features are summed in float64
 
 
@@ -45,9 +46,15 @@ def linear_attention_read(
         loops = partial(naive_linear_attention_read, q, k, v, beta, log_decay)
         return by_definition(loops, v.dtype, call, free_values=free_values)
     f, rate = read_free(v, free_values, beta)
-    one_way = partial(_linear_one_way, kernels=backend == "triton")
-    terms, state = call.both_ways(one_way, (q, k, v, f, log_decay), rate)
+    kernels = backend == "triton"
+    one_way = partial(_linear_one_way, kernels=kernels)
+    terms, state = call.both_ways(one_way, (q, k, v, f, log_decay), rate, widen=not kernels)
     return call.result(terms, state, rate, v.dtype, beta)
+
+
+def by_kernels_of_fla(backend: str, x: Tensor) -> bool:
+    """Whether kernels of flash-linear-attention read such a tensor's products."""
+    return scan_backend(backend, x.device, compute_dtype(x)) == "triton"
 
 
 def _linear_one_way(
@@ -55,20 +62,19 @@ def _linear_one_way(
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     q, k, v, f, g = _kept(q, k, v, f, log_decay, tokens)
-    beta = beta.to(v.dtype)
+    beta = beta.to(compute_dtype(q, k, v, g))
     if not present:
-        k, v, f = _delayed(k, v, f, g, tokens.start)
+        q, k, v, f = _delayed(q, k, v, f, g, tokens.start)
     cells = k.shape[0], *k.shape[2:]
-    memory = memory_before(state, v, (*cells, 1), (*cells, v.shape[-1]), (*cells, f.shape[-1]))
-    terms, after = LINEAR_SCAN(memory, kernels, q, k, g, tokens.start, v, f, beta)
+    memory = memory_before(state, beta, (*cells, 1), (*cells, v.shape[-1]), (*cells, f.shape[-1]))
+    run = kernels and (NEW_BY_KERNELS if state is None else STATED_BY_KERNELS)
+    terms, after = LINEAR_SCAN(memory, run, q, k, g, tokens.start, v, f, beta)
     return terms, after._replace(log_weight=after.log_weight.squeeze(-1))._asdict()
 
 
 def _kept(q, k, v, f, log_decay, tokens: Tokens) -> tuple[Tensor | None, ...]:
     """Inputs in which masked tokens read, add and decay nothing, and the decay (B, T, H, 1 or d_k)."""
-    g = log_decay  # clamp would keep g itself for the gradient
-    g = None if g is None else g.masked_fill(g < LOG_ZERO, LOG_ZERO)
-    g = g.unsqueeze(-1) if g is not None and g.ndim == 3 else g
+    g = log_decay.unsqueeze(-1) if log_decay is not None and log_decay.ndim == 3 else log_decay
     if tokens.keep is None:
         return q, k, v, f, g
     keep = tokens.keep[:, :, None, None]
@@ -76,18 +82,24 @@ def _kept(q, k, v, f, log_decay, tokens: Tokens) -> tuple[Tensor | None, ...]:
     return q, k, filled(v, keep), filled(f, keep), g
 
 
-def _delayed(k, v, f, g, opens) -> tuple[Tensor, ...]:
-    """Keys and values that each come one token later, and so are never read by their own."""
+def _delayed(q, k, v, f, g, opens) -> tuple[Tensor, ...]:
+    """Keys and values that each come one token later, and so are never read by their own; nor does a first one read."""
     later = lambda x: torch.cat([x[:, :1], x[:, :-1]], 1)  # noqa: E731
     k, v, f = F.pad(k[:, :-1], (0, 0, 0, 0, 1, 0)), later(v), later(f)
-    k = k if g is None else k * g.exp()
-    return k if opens is None else torch.where(opens[:, :, None, None], 0, k), v, f
+    q, k = F.pad(q[:, 1:], (0, 0, 0, 0, 1, 0)), k if g is None else k * g.exp()
+    if opens is not None:
+        q, k = (torch.where(opens[:, :, None, None], 0, x) for x in (q, k))
+    return q, k, v, f
 
 
 def _linear_slab(memory: Terms, kernels: int, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms, int] | None:
     """What a slab reads, the memory after it, and how many free energies were computed again; None: see `SlabScan`."""
     if kernels:
-        return _by_kernels(memory, q, k, g, opens, v, f, beta)
+        from fem.ops.linear_attention.kernel_read import kernel_read  # by Triton, which the library does not require
+
+        inputs = q, k, g, opens, v, f, beta
+        found = kernel_read(LINEAR_SCAN.again, kernels == STATED_BY_KERNELS, memory, *inputs)
+        return None if found is None else (*found, 0)
     return _in_chunks(memory, q, k, forget(q, g, opens), v, f, beta)
 
 
@@ -159,30 +171,6 @@ def _shifts(memory: Terms, k: Tensor, f: Tensor, rate: Tensor) -> tuple[Shift, T
     return shift, torch.cat([ones, fall, fall.new_ones(*fall.shape[:-1], 1)], -1)
 
 
-def _by_kernels(memory: Terms, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms, int] | None:
-    """A whole call by the kernels of flash-linear-attention; None where it is in doubt. Waits for the device."""
-    rate = beta.unsqueeze(1)
-    highest = f.detach().amax(1, keepdim=True).transpose(1, 2)
-    shift = shift_for(memory, highest, log(k.detach().amax((1, 3)))[..., None, None], rate)
-    shift = shift.about(f.transpose(1, 2), rate, 2)
-    over_tokens = Shift(*(x.transpose(1, 2) for x in shift))  # (B, 1, H, ..)
-    items = _items(v, f, over_tokens, beta)
-    light = k * (-over_tokens.weight).exp()
-    sums, last = by_fla(q, light, items, g, torch.cat(entering(memory, shift, rate), -1), opens)
-    rows, ends, floor = Sums.split(sums, beta), Sums.split(last, beta), q.detach().sum(-1, keepdim=True)
-    suspected = looked_at(suspect(rows, floor) | suspect(ends), f, beta, 1)
-    if suspected is None:
-        return None
-    read, doubt = leaving(rows, over_tokens, beta, floor, suspected)
-    after, lost = leaving(ends, shift, rate, suspected=suspected)
-    if suspected:
-        alive = (q > 0).any(-1, keepdim=True)  # a masked token reads nothing, and is in doubt for no reason
-        held = (k > 0).any(1).unsqueeze(-1) | (memory.log_weight > NO_WEIGHT)
-        if any(x is not None and bool((x & there).any()) for x, there in ((doubt, alive), (lost, held))):
-            return None
-    return read, after, 0
-
-
 def _linear_slab_size(q, k, g, opens, v, f, beta) -> int:
     """Tokens of a slab; under a compiler a symbol."""
     return CHUNK * torch.sym_max(1, TOKENS_AT_A_TIME // (torch.sym_max(1, v.shape[0] * v.shape[2]) * CHUNK))
@@ -196,5 +184,5 @@ def _rough_features(q, k, g, opens, v, f, beta) -> bool:
 
 ALONG = ("q", "k", "g", "opens", "v", "f")
 LINEAR_SCAN = SlabScan(
-    "linear_attention", ALONG, ("beta",), _linear_slab, linear_step, _linear_slab_size, _rough_features
+    "linear_attention", ALONG, ("beta",), _linear_slab, linear_step, _linear_slab_size, _rough_features, direct=True
 )

@@ -15,19 +15,7 @@ last FREE are e. SHARED: each channel reads both, so f is v; else v and f are co
 import triton
 import triton.language as tl
 
-from fem.ops.common.triton_math import exp_minus_1, gate, log_1_plus, logarithm, softplus, turn
-
-LEAST_PROVEN = tl.constexpr(8.75651076269652e-27)  # e^-60
-LOG_2 = tl.constexpr(0.6931471805599453)
-NO_FRACTION = tl.constexpr(8388608.0)  # 2^23: float32 has no fractions from here on
-
-
-@triton.jit
-def level(total, narrow, doubtful):
-    """beta (F - c) from R, and its derivative, 1 / R or 1 / (1 + R); 0 and 0 where R is doubtful."""
-    base = tl.where(narrow, 1.0 + total, tl.where(doubtful, 1.0, total))
-    log = logarithm(base)
-    return tl.where(narrow, log_1_plus(total, log), log), tl.where(doubtful, 0.0, 1.0 / base)
+from fem.ops.common.triton_math import LEAST_PROVEN, energy, gate, level, lifted, softplus, turn
 
 
 @triton.jit
@@ -113,9 +101,7 @@ def pack_kernel(
     high = tl.max(tl.load(at + channels, known, other=float("-inf")), 0)
     rate = tl.load(beta + head * FREE + channel, there, other=1.0)
     narrow = (high - low) * rate < 1.0
-    bits = rate / LOG_2
-    lifted = tl.where(tl.abs(high * bits) < NO_FRACTION, tl.ceil(high * bits) / bits, high)
-    shift = tl.where(narrow, high, lifted)
+    shift = tl.where(narrow, high, lifted(high, rate))
     if tile == 0:
         row = scheme + batch * 2 * channels + head * FREE + channel
         tl.store(row, shift, there)
@@ -134,8 +120,7 @@ def pack_kernel(
         tl.store(packed, tl.load(source, in_mean, other=0.0), in_mean)
         x = tl.load(source + MEAN, inside, other=0.0)
     z = (x.to(tl.float32) - shift[None]) * rate[None]
-    e = tl.where(narrow[None], exp_minus_1(tl.where(narrow[None], z, 0.0)), tl.exp(z))
-    tl.store(packed + MEAN, e, inside)
+    tl.store(packed + MEAN, energy(z, narrow[None]), inside)
 
 
 @triton.jit

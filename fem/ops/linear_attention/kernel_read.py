@@ -1,0 +1,235 @@
+"""A whole call of linear attention by a kernel of flash-linear-attention, between Triton kernels of our own.
+
+    e = exp(beta (f - c))        sums = kernel(q, k, [v | e | 1])        mean = sums_v / sums_1
+    F = c + log(sums_e / sums_1) / beta
+
+Beside that kernel there are five launches forward, one of them for the memory after the last token, and two or three
+backward with the sums of beta's gradient. The host waits once, to see whether anything is in doubt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fem.ops.common.launch import on
+from fem.ops.common.read import Terms
+from fem.ops.common.transforms import again_differentiable
+from fem.ops.linear_attention import scan_kernels as K
+from fem.ops.linear_attention.chunked import by_fla, refuses_decay_of_heads
+
+ITEMS = torch.bfloat16
+NUMBERS = 1024  # of a tile, 8 for each of 128 threads
+PART = 256  # tokens whose extremes one program finds
+CELLS = 16  # key channels of a memory that are read together
+
+
+def kernel_read(
+    again: Callable[..., list[Tensor]],
+    stated: bool,
+    memory: Terms,
+    q: Float[Tensor, "b t h dk"],
+    k: Float[Tensor, "b t h dk"],
+    g: Float[Tensor, "b t h _"] | None,
+    opens: Bool[Tensor, "b t"] | None,
+    v: Float[Tensor, "b t h dv"],
+    f: Float[Tensor, "b t h df"],
+    beta: Float[Tensor, "h df"],
+) -> tuple[Terms, Terms] | None:
+    """The read of every token in v's dtype, and the memory after the last in float32; None where either is in doubt.
+
+    q, k and what the sums are of are rounded to bfloat16 where v is bfloat16, else they are float32. stated: whether
+    the memory holds anything. again: the same results of (*inputs, *memory), differentiable any number of times.
+    """
+    *found, flag = _KernelRead.apply(again, stated, q, k, g, opens, v, None if f is v else f, beta, *memory)
+    return None if bool(flag) else (Terms(*found[:3]), Terms(*found[3:]))
+
+
+class _KernelRead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, again, stated, q, k, g, opens, v, f, beta, *memory):
+        recorded = any(ctx.needs_input_grad)
+        sizes = _Sizes.of(v.shape[3], beta.shape[1], q.shape[3])
+        with on(v.device):
+            inputs, scheme, heaviest, flag = _packed(sizes, stated, q, k, g, v, v if f is None else f, beta, memory)
+            inputs = [x if x is None else x.detach().requires_grad_(recorded) for x in inputs]
+            with torch.set_grad_enabled(recorded):  # saved tensors keep the kernel's graph, and free it in time
+                sums, last = by_fla(*inputs, opens)
+            read = _unpacked(sizes, sums.detach(), inputs[0], scheme, beta, flag, v.dtype, cells=False)
+            after = _unpacked(sizes, last.detach(), heaviest, scheme, beta, flag, last.dtype, cells=True)
+        ctx.again, ctx.sizes, ctx.stated = again, sizes, stated
+        ctx.save_for_backward(q, k, g, opens, v, f, beta, *memory, scheme, heaviest, *inputs, sums, last)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(flag)
+        return *read, *after, flag
+
+    @staticmethod
+    def backward(ctx, *grads):
+        saved = ctx.saved_tensors
+        (q, k, g, opens, v, f, beta, *memory), (scheme, heaviest, *inputs, sums, last) = saved[:10], saved[10:]
+        if torch.is_grad_enabled():
+            both = (q, k, g, opens, v, v if f is None else f, beta, *memory)
+            *found, d_v, d_f, d_beta, d_weight, d_mean, d_free = again_differentiable(ctx.again, both, grads[:6])
+            if f is None and d_f is not None:
+                d_v, d_f = d_f if d_v is None else d_v + d_f, None
+            return None, None, *found, d_v, d_f, d_beta, d_weight, d_mean, d_free
+
+        sizes, batch, heads = ctx.sizes, v.shape[0], v.shape[2]
+        d_read, d_after = (ds if any(d is not None for d in ds) else None for ds in (grads[:3], grads[3:6]))
+        counts = [
+            batch * sizes.tiles(v.shape[1]),
+            batch * sizes.tiles(v.shape[1]) * (d_read is not None),
+            batch * sizes.tiles(sizes.key) * (d_after is not None),
+            batch * ctx.stated,
+        ]
+        tilts = beta.new_empty(sum(counts), heads, sizes.free)  # what tiles give beta's gradient
+        of_items, of_read, of_after, of_memory = tilts.split(counts)
+        pairs = []
+        with on(v.device):
+            if d_read is not None:
+                pairs.append((sums, _through_unpack(sizes, sums, inputs[0], scheme, beta, d_read, of_read, False)))
+            if d_after is not None:
+                pairs.append((last, _through_unpack(sizes, last, heaviest, scheme, beta, d_after, of_after, True)))
+            outputs, cotangents = zip(*pairs)
+            leaves = [x for x in inputs if x is not None]
+            found = iter(torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True))  # as the outer may be
+            d_q, d_k, d_items, d_decay, d_state = (None if x is None else next(found) for x in inputs)
+            d_g, d_v, d_f = _through_pack(sizes, d_items, d_decay, g, v, f, beta, scheme, of_items)
+            d_memory = [None] * 3
+            if ctx.stated:
+                d_memory = _through_entry(sizes, d_state, scheme, beta, memory, of_memory)
+        return None, None, d_q.to(q.dtype), d_k.to(k.dtype), d_g, None, d_v, d_f, tilts.sum(0), *d_memory
+
+
+class _Sizes(NamedTuple):
+    """Widths of a head's mean, free energy and keys, and what kernels are built for."""
+
+    mean: int
+    free: int
+    key: int
+    width: int  # of the sums, and of the items
+    rows: int  # of a tile
+    constants: dict[str, int]
+
+    @classmethod
+    @lru_cache(256)
+    def of(cls, mean: int, free: int, key: int) -> _Sizes:
+        power = triton.next_power_of_2
+        width = 16 * triton.cdiv(mean + free + 2, 16)
+        blocks = {"COLUMNS": power(max(free, 1)), "BROAD": power(max(mean, 1)), "WIDE": power(key)}
+        rows = max(1, NUMBERS // max(blocks.values()))
+        widths = {"MEAN": mean, "FREE": free, "KEY": key, "WIDTH": width}
+        rest = power(width - mean - free)
+        return cls(
+            mean, free, key, width, rows, {**widths, **blocks, "ROWS": rows, "REST": rest, "WHOLE": power(width)}
+        )
+
+    def tiles(self, rows: int) -> int:
+        return triton.cdiv(rows, self.rows)
+
+    def launch(self, kernel, grid: tuple[int, int, int], *arguments, **constants: int) -> None:
+        """Launch a kernel with those of the constants that it has."""
+        fitting = {name: x for name, x in self.constants.items() if name in kernel.arg_names}
+        kernel[grid](*arguments, **fitting | constants)
+
+
+def _packed(
+    sizes: _Sizes, stated: bool, q, k, g, v, f, beta, memory
+) -> tuple[list[Tensor | None], Tensor, Tensor, Tensor]:
+    """What the kernel of linear attention gets: q, k, items, g and the state; the scheme; the most that each key
+    channel weighs, 0 where it holds nothing; and the flag of doubt."""
+    (batch, time, heads), dtype = v.shape[:3], ITEMS if v.dtype == torch.bfloat16 else torch.float32
+    q, k = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k))
+    v, f = (x if x.stride(3) == 1 else x.contiguous() for x in (v, f))
+    made = lambda *shape: torch.empty(shape, dtype=torch.float32, device=v.device)  # noqa: E731
+    parts = triton.cdiv(time, PART)
+    extremes = made(batch, heads, parts, 2 * sizes.free + sizes.key)
+    flag = torch.empty((), dtype=torch.int32, device=v.device)
+    sizes.launch(
+        K.extremes_kernel, (heads, parts, batch), f, k, extremes, flag, time, PART, *f.stride()[:3], *k.stride()[:2]
+    )
+    scheme, heaviest = made(batch, heads, 3 * sizes.free + 1), made(batch, heads, sizes.key)
+    state = made(batch, heads, sizes.key, sizes.width) if stated else None
+    sizes.launch(
+        K.scheme_kernel, (heads, batch, 1), extremes, beta, *memory, scheme, heaviest, state, flag, parts,
+        STATED=stated, PRECISE=dtype == torch.float32, CELLS=CELLS,
+    )  # fmt: skip
+    items = torch.empty(batch, time, heads, sizes.width, dtype=dtype, device=v.device)
+    q_out, k_out = (x if x.dtype == dtype else torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k))
+    g, spread = _decay(g), _spread(g)
+    g_out = made(batch, time, heads, sizes.key) if spread else g
+    sizes.launch(
+        K.pack_kernel, (heads, sizes.tiles(time), batch), q, k, g, v, f, beta, scheme, q_out, k_out, g_out, items, time,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:3], *f.stride()[:3],
+        CAST_Q=q_out is not q, CAST_K=k_out is not k, SPREAD=spread,
+    )  # fmt: skip
+    return [q_out, k_out, items, g_out, state], scheme, heaviest, flag
+
+
+def _decay(g: Tensor | None) -> Tensor | None:
+    """The decay (B, T, H) or (B, T, H, d_k) in float32."""
+    return None if g is None else (g.squeeze(3) if g.shape[3] == 1 else g).float().contiguous()
+
+
+def _spread(g: Tensor | None) -> bool:
+    """Whether the decay of a head is to be given for every key channel."""
+    return g is not None and g.shape[3] == 1 and refuses_decay_of_heads(g.device)
+
+
+def _unpacked(sizes: _Sizes, sums: Tensor, weigh: Tensor, scheme, beta, flag, dtype: torch.dtype, cells: bool) -> Terms:
+    """The read (B, T, H, ..) for which rows of sums stand, or the memory (B, H, d_k, ..) for which its cells do."""
+    batch, heads, rows = scheme.shape[0], scheme.shape[1], sums.shape[2 if cells else 1]
+    made = lambda width, dtype: torch.empty(*sums.shape[:3], width, dtype=dtype, device=sums.device)  # noqa: E731
+    terms = Terms(made(1, torch.float32), made(sizes.mean, dtype), made(sizes.free, dtype))
+    sizes.launch(
+        K.unpack_kernel, (heads, sizes.tiles(rows), batch), sums.contiguous(), weigh, scheme, beta, *terms, flag, rows,
+        CELLS=cells,
+    )  # fmt: skip
+    return terms
+
+
+def _through_unpack(sizes: _Sizes, sums, weigh, scheme, beta, grads, tilt: Tensor, cells: bool) -> Tensor:
+    """The gradient of the sums; writes to `tilt` what tiles give beta's."""
+    batch, heads, rows = scheme.shape[0], scheme.shape[1], sums.shape[2 if cells else 1]
+    given = sum(2**n for n, grad in enumerate(grads) if grad is not None)
+    grads = [sums if grad is None else grad.contiguous() for grad in grads]
+    d_sums = torch.empty(sums.shape, dtype=sums.dtype, device=sums.device)
+    sizes.launch(
+        K.unpack_backward_kernel, (heads, sizes.tiles(rows), batch), sums.detach().contiguous(), weigh, scheme, beta,
+        *grads, d_sums, tilt, rows, GRADS=given, CELLS=cells,
+    )  # fmt: skip
+    return d_sums
+
+
+def _through_pack(sizes: _Sizes, d_items, d_decay, g, v, f, beta, scheme, tilt) -> tuple[Tensor | None, ...]:
+    """Gradients of g, v and f; writes to `tilt` what tiles give beta's."""
+    batch, time, heads = v.shape[:3]
+    source = v if f is None else f
+    source = source if source.stride(3) == 1 else source.contiguous()
+    fresh = lambda x: None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)  # noqa: E731
+    spread, d_v, d_f = _spread(g), fresh(v), fresh(f)
+    d_g = fresh(g) if spread else None
+    sizes.launch(
+        K.pack_backward_kernel, (heads, sizes.tiles(time), batch), d_items.contiguous(), d_decay, source, beta,
+        scheme, d_g, d_v, d_f, tilt, time, *source.stride()[:3], SHARED=f is None, SPREAD=spread,
+    )  # fmt: skip
+    if g is not None and not spread:
+        d_g = d_decay.view(g.shape).to(g.dtype)
+    return d_g, d_v, d_f
+
+
+def _through_entry(sizes: _Sizes, d_state, scheme, beta, memory, tilt) -> list[Tensor]:
+    """Gradients of the memory; writes to `tilt` what heads give beta's."""
+    batch, heads = scheme.shape[:2]
+    grads = [torch.empty_like(x) for x in memory]
+    sizes.launch(
+        K.enter_backward_kernel, (heads, batch, 1), d_state.contiguous(), scheme, beta, *memory, *grads, tilt,
+        CELLS=CELLS,
+    )  # fmt: skip
+    return grads

@@ -1,0 +1,233 @@
+"""Linear attention by our kernels in Triton's interpreter, against float64: `test_scan_kernels.py` runs this file.
+
+A loop in torch stands in for the kernel of flash-linear-attention, of which test_fla.py runs the real one.
+"""
+
+import interpreted  # noqa: F401  (before Triton)
+
+# isort: split
+
+import fla_reference
+import pytest
+import torch
+import torch.nn.functional as F
+from reads import KEYED, gradients_of, make
+
+from fem.ops.common import backend
+from fem.ops.common.rope import frequencies, rotate_all
+from fem.ops.linear_attention import kernel_read
+from fem.ops.linear_attention.feature_kernels import features
+
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)  # fresh memory is NaN: what nobody wrote shows
+every_scan = pytest.mark.parametrize("name", KEYED)
+REAL = kernel_read.kernel_read
+
+
+@pytest.fixture(autouse=True)
+def proven(monkeypatch):
+    """Whether each call of the kernels proved its results."""
+    found = []
+
+    def told(*inputs):
+        result = REAL(*inputs)
+        found.append(result is not None)
+        return result
+
+    monkeypatch.setattr(backend, "_FOUND", {"fla": True, "triton": True})
+    monkeypatch.setattr(kernel_read, "by_fla", fla_reference.gla)
+    monkeypatch.setattr(kernel_read, "kernel_read", told)
+    return found
+
+
+def draw(name, time, dtype=torch.float32, **options):
+    """Values in the dtype, everything else in float32; equal calls are equal."""
+    torch.manual_seed(0)
+    call = make(name, time, batch=2, **{"width": 4, "weights": 1.0} | options)
+    return call.set(**{n: x.to(dtype) for n, x in call.along.items() if n in ("v", "free_values")})
+
+
+def in_pieces(call, sizes, marks):
+    """The joined reads of pieces, each from the state before, and that after the last."""
+    reads, state, first = [], None, 0
+    for size in sizes:
+        piece = slice(first, first + size)
+        here = {n: mark[:, piece] for n, mark in marks.items()}
+        read, state = call.at(piece).read(initial_state=state, return_state=True, **here)
+        reads.append(read)
+        first += size
+    return [*(torch.cat(parts, 1) for parts in zip(*reads)), *state.memory.values()]
+
+
+def errors(call, backends, sizes=None, **marks):
+    """Of each result and gradient by the last backend, and of those by the one before it, relative to its norm."""
+    results = []
+    for name, dtype in backends:
+        mine = call.leaves(dtype)
+        mine = mine.__class__(mine.op, mine.arguments, mine.rules | {"backend": name}, mine.place)
+        read = mine.read(**marks) if sizes is None else in_pieces(mine, sizes, marks)
+        torch.manual_seed(1)
+        cotangents = [torch.randn(x.shape) for x in read]
+        results.append([*read, *gradients_of(mine, read, cotangents).values()])
+    for exact, other, one in zip(*results, strict=True):
+        yield (*((x.double() - exact).norm() / exact.norm().clamp_min(1e-3) for x in (one, other)),)
+
+
+def check(call, limit, exact="reference", sizes=None, **marks):
+    """The kernels err by at most twice what the plain form does, or `limit` of the norm."""
+    backends = ((exact, torch.float64), ("plain", None), ("triton", None))
+    for error, floor in errors(call, backends, sizes, **marks):
+        assert error <= max(2 * floor, limit), (error, floor)
+
+
+def marks_of(time, documents):
+    """Masked tokens and documents."""
+    if not documents:
+        return {}
+    marks = {"key_mask": torch.arange(time) % 5 != 3, "segment_ids": torch.arange(time) // 11}
+    return {n: mark.expand(2, time) for n, mark in marks.items()}
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("time", "options"), [
+    (1, {}), (2, {}), (17, {}), (64, {"free": 4}), (65, {"width": 3, "free": 9}), (127, {"width": 15}),
+])  # fmt: skip
+@every_scan
+def test_reads_and_gradients_are_those_of_the_definition(proven, name, time, options, documents):
+    check(draw(name, time, **options), 4e-6, **marks_of(time, documents))
+    assert all(proven) or time <= 2  # of one or two tokens the values hardly differ
+
+
+@every_scan
+def test_one_decay_of_a_head_in_every_key_channel(monkeypatch, proven, name):
+    monkeypatch.setattr(kernel_read, "refuses_decay_of_heads", lambda device: True)
+    check(draw(name, 33), 2e-6, **marks_of(33, True))
+    assert all(proven)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@every_scan
+def test_a_call_goes_on_from_a_state_and_leaves_one(proven, name, documents):
+    """Gradients go through the states; pieces of kernels, of one token under a gradient too, are the whole."""
+    call, marks = draw(name, 41), marks_of(41, documents)
+    check(call, 4e-6, exact="plain", sizes=(19, 1, 21), **marks)
+    assert proven == [True, False, True]  # the values of one token hardly differ
+    for part, whole in zip(call.read(backend="triton", **marks), call.read(backend="reference", **marks)):
+        torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@every_scan
+def test_both_directions_and_free_energies_alone(proven, name, causal):
+    call = draw(name, 33, width=0, free=5)
+    call.rules["causal"] = causal
+    check(call, 2e-6, key_mask=(torch.arange(33) > 4).expand(2, 33))
+    assert proven == [True] * (1 + (not causal))
+
+
+@every_scan
+def test_a_mean_is_read_without_a_free_energy(name, proven):
+    call = draw(name, 33).set(beta=None)
+    (mean, none), (wanted, _) = (call.read(backend=backend) for backend in ("triton", "plain"))
+    assert (none, proven) == (None, [True])
+    torch.testing.assert_close(mean, wanted)
+
+
+@pytest.mark.parametrize("change", [{"spike": 300.0}, {"span": 1e-3}, {"spike": 300.0, "decay": 20.0}])
+@every_scan
+def test_what_a_kernel_cannot_prove_is_computed_again(proven, name, change):
+    """A value 300 nats above the others in the future; values that hardly differ; decays that flush weights to 0."""
+    call = draw(name, 19, decay=change.get("decay", 0.1), free=4)
+    changed = call.arguments["free_values"].clone()
+    changed[:, 12] += change.get("spike", 0.0)
+    check(call.set(free_values=100 + 1e-3 * changed if "span" in change else changed), 1e-4, exact="plain")
+    assert not any(proven)
+
+
+@every_scan
+def test_rows_and_key_channels_that_hold_nothing_read_zero(proven, name):
+    call = draw(name, 19)
+    call.arguments["k"][:, :4] = 0.0
+    call.arguments["k"][:, :, :, 1] = 0.0
+    check(call, 4e-6, exact="plain", sizes=(3, 9, 7))
+    assert not any(x[:, :4].any() for x in call.read(backend="triton"))
+    assert proven[-2]  # a key channel that holds nothing is in no doubt
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e20])
+@every_scan
+def test_weights_of_any_size_are_summed(name, scale):
+    call = draw(name, 33)
+    check(call.set(k=scale * call.arguments["k"]), 4e-6, exact="plain", sizes=(20, 13))
+
+
+@pytest.mark.parametrize(("values", "limit"), [(1.0, 3e-2), (1e-2, 3e-2)])
+@every_scan
+def test_bfloat16_values_are_read_to_their_precision(proven, name, values, limit):
+    """Also where they hardly differ: F's distance from the mean has digits of its own."""
+    call = draw(name, 65, torch.bfloat16, width=8)
+    call = call.set(v=(values * call.arguments["v"].float()).bfloat16())
+    (mean, free), exact = call.read(backend="triton"), call.map(torch.Tensor.double).read(backend="plain")
+    assert (mean.dtype, free.dtype, proven) == (torch.bfloat16, torch.bfloat16, [True])
+    for found, wanted in zip((mean, free), exact):
+        assert (found.double() - wanted).norm() <= 1e-2 * call.arguments["v"].double().norm()
+    gradients = [error for error, _ in errors(call, (("plain", torch.float64), ("plain", None), ("triton", None)))][2:]
+    assert values < 1 or max(gradients) <= limit, gradients
+
+
+@every_scan
+def test_float16_values_keep_their_digits(proven, name):
+    check(draw(name, 65, torch.float16, width=8), 2e-3, exact="plain")
+    assert all(proven)
+
+
+@every_scan
+def test_second_derivatives_are_those_of_the_plain_form(proven, name):
+    found = []
+    for by, dtype in (("plain", torch.float64), ("triton", torch.float32)):
+        call = draw(name, 9).leaves(dtype)
+        read = call.read(backend=by)
+        leaves = call.tensors()
+        torch.manual_seed(1)
+        first = torch.autograd.grad(sum((x * torch.randn(x.shape)).sum() for x in read), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(x.square().sum() for x in first), leaves))
+    assert proven == [True]
+    for wanted, one in zip(*found):
+        assert (one - wanted).norm() <= 1e-4 * wanted.norm().clamp_min(1)
+
+
+def test_gradients_repeat_and_a_graph_may_be_used_twice(proven):
+    call = draw("gla", 33).leaves()
+    total, leaves = sum(x.sum() for x in call.read(backend="triton")), call.tensors()
+    first, second = (torch.autograd.grad(total, leaves, retain_graph=True) for _ in range(2))
+    assert (all(map(torch.equal, first, second)), proven) == (True, [True])
+
+
+@every_scan
+def test_a_kernel_sees_no_token_to_come(proven, name):
+    call = draw(name, 33)
+    other = call.map(torch.clone)
+    for x in other.along.values():
+        x[:, 20:] *= 0.5
+    for one, two in zip(*(c.read(backend="triton") for c in (call, other))):
+        torch.testing.assert_close(one[:, :20], two[:, :20], rtol=0, atol=5e-6)
+    assert all(proven)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("position", [None, torch.arange(7) + 5, torch.randint(100_000, (2, 7))])
+def test_features_and_their_gradients(dtype, position):
+    """phi(x) = ReLU(RoPE(x)) + eps, differentiable any number of times; what eps rounds away has no gradient."""
+    x = [torch.randn(2, 7, 3, 6).to(dtype).requires_grad_() for _ in "qk"]
+    turns = None if position is None else frequencies(6, 1e4, x[0].device)
+    exact = [part.detach().double().requires_grad_() for part in x]
+    wanted = [F.relu(part) + 1e-3 for part in (exact if position is None else rotate_all(exact, position, turns))]
+    found = features(*x, position, turns, 1.0, 1e-3)
+    cotangents, limit = [torch.randn(2, 7, 3, 6) for _ in "qk"], 4 * torch.finfo(dtype).eps
+    pull = lambda y, to, **how: torch.autograd.grad(  # noqa: E731
+        sum((part.double() * d.double()).sum() for part, d in zip(y, cotangents)), to, **how
+    )
+    for create_graph in (False, True):
+        gradients = pull(found, x, retain_graph=True, create_graph=create_graph)
+        for one, other in zip([*found, *gradients], [*wanted, *pull(wanted, exact, retain_graph=True)]):
+            torch.testing.assert_close(one.double(), other, rtol=limit, atol=4 * limit)
