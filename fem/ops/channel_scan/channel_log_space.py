@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fem.ops.common.launch import by_kernels
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, beside, merge
 
 
@@ -38,7 +39,12 @@ def cell_step(memory: Terms, x: Tensor, a: Tensor | None, v: Tensor, f: Tensor, 
 
 def channel_step(memory: Terms, *inputs: Tensor | None) -> tuple[Terms, Terms]:
     """What one token reads, (B, 1, C), and the memory after it."""
-    after = cell_step(memory, *inputs)
+    step = cell_step
+    if by_kernels(*inputs, *memory):
+        from fem.ops.channel_scan.channel_token import channel_token  # by Triton, which the library does not require
+
+        step = channel_token
+    after = step(memory, *inputs)
     return after, after
 
 
