@@ -47,12 +47,11 @@ def append(
     values = pack_exactly(v, f, packing_of(start)) if start else None
     if values is None:
         memory, start, values = _in_values(memory, start), {}, v if f is None else torch.cat([v, f], -1)
-    if not memory:
-        return {"key": k.contiguous(), "value": values.contiguous()} | marks | start
+    caches = [memory[name] if memory else x[:, :, :0] for name, x in zip(KEPT, (k, values))]
     plain = not (windowed or torch.is_grad_enabled() or torch.compiler.is_compiling())
-    in_place = plain and not transformed(k, v, memory["key"], memory["value"])
-    both = zip(KEPT, (k, values))
-    return {name: _behind(memory[name], new, in_place) for name, new in both} | marks | start
+    in_place = plain and not transformed(k, v, *caches)
+    longer = (_behind(cache, new, in_place) for cache, new in zip(caches, (k, values)))
+    return dict(zip(KEPT, longer)) | marks | start
 
 
 def packing_of(memory: Memory) -> Packing | None:
@@ -109,7 +108,7 @@ def _behind(cache: Float[Tensor, "b h t d"], new: Float[Tensor, "b h n d"], in_p
     The place behind a cache is given to one continuation, and in one thread, as `next` is one step; others copy.
     """
     if not in_place or cache.dtype != new.dtype:
-        return torch.cat([cache, new], 2)
+        return torch.cat([cache, new], 2) if cache.shape[2] else new.contiguous()
     time, end = cache.shape[2], cache.shape[2] + new.shape[2]
     buffer, first = _rooms.get(cache, (cache, iter(())))
     writable = torch.is_inference_mode_enabled() or not buffer.is_inference()

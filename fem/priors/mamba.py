@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
+from fem.ops.common.mix_channels import mix_channels
 from fem.ops.common.precision import upcast, without_autocast
-from fem.ops.common.read import mix_channels, read_free, read_of, rounded
+from fem.ops.common.read import read_free, read_of, rounded
 from fem.ops.ssm.ssm_read import ssm_read, ssm_terms
 from fem.optim import mark_undecayed
 from fem.prior_table import ROWS
@@ -52,11 +53,12 @@ class SelectiveSSM(nn.Module):
 
         Features far out make a softplus underflow to 0 in float32, while its logarithm is still exact.
         """
-        logits = [upcast(project(features)) for project in (self.delta, self.b, self.c)]
-        logits[0] = logits[0].unflatten(-1, self.d.shape)
-        delta, b, c = numbers = [F.softplus(x) for x in logits]
+        both = torch.cat([self.b(features), self.c(features)], -1)  # of which every launch is one for both
+        logits = upcast(self.delta(features)).unflatten(-1, self.d.shape), upcast(both)
+        delta, both = numbers = [F.softplus(x) for x in logits]
+        log_delta, log_both = map(_log_softplus, logits, numbers)
         a, d = F.softplus(upcast(self.a)), F.softplus(upcast(self.d))
-        return (delta, -a, b, c, d), tuple(map(_log_softplus, logits, numbers))
+        return (delta, -a, *both.chunk(2, -1), d), (log_delta, *log_both.chunk(2, -1))
 
 
 class MambaPrior(Prior):
@@ -133,8 +135,8 @@ class InteractiveMambaPrior(Prior):
 
 
 def _log_softplus(x: Tensor, softplus: Tensor) -> Tensor:
-    """log softplus(x); below x = -30 that is x itself, to within 5e-14."""
-    return torch.where(x < -30, x, softplus.clamp(min=1e-14).log())
+    """log softplus(x), which is below x, and x itself where the softplus underflows."""
+    return torch.minimum(softplus.clamp(min=torch.finfo(x.dtype).tiny).log(), x)
 
 
 def _inverse_softplus(y: Tensor) -> Tensor:

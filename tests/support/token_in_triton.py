@@ -32,6 +32,9 @@ READS = {
     "a spike": {"spike": 1e4, "time": 301},
     "a hidden spike": {"spike": 1e4, "masked": True, "time": 301},
     "small beta": {"beta": 1e-5},
+    "small beta beside a spike of no weight": {"beta": 1e-5, "spike": 1e6, "lowered": -400.0},
+    "small beta behind a spike of no weight": {"beta": 1e-5, "spike": 1e6, "lowered": -400.0, "time": 100},
+    "spans about a quarter of a nat": {"beta": 0.06, "time": 301},
     "equal values": {"scale_of_values": 0.0},
     "scores of 1,000": {"scale_of_keys": 400.0},
     "keys that lie token by token": {"transposed": True},
@@ -42,7 +45,7 @@ READS = {
 
 def draw(
     time=37, heads=2, mean=7, free=7, shared=True, masked=False, biased=False, scale_of_values=1.0, spike=0.0,
-    beta=None, scale_of_keys=1.0, transposed=False, dtype=torch.float32,
+    beta=None, scale_of_keys=1.0, transposed=False, dtype=torch.float32, lowered=0.0,
 ):  # fmt: skip
     torch.manual_seed(0)
     rows, kv_heads, width = 2, 2, 10
@@ -61,8 +64,9 @@ def draw(
         mask[0], mask[1, :, time // 3] = -torch.inf, -torch.inf
     if biased:
         mask = torch.randn(1, heads, time)
+    mask[..., time // 3] += lowered
     q, k, v, f = (x.to(dtype) for x in (q, k, v, f))
-    return q, k, v, v if shared else f, rate, mask if masked or biased else None, width**-0.5, shared
+    return q, k, v, v if shared else f, rate, mask if masked or biased or lowered else None, width**-0.5, shared
 
 
 def definition(q, k, v, f, beta, mask, scale, _):
@@ -88,7 +92,7 @@ def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def of_read(case: dict) -> float:
-    one_query_kernels.NUMBERS = case.get("NUMBERS", 4096)
+    one_query_kernels.NUMBERS = case.get("NUMBERS", 1024)
     inputs = draw(**{name: value for name, value in case.items() if name != "NUMBERS"})
     found = one_query_kernels.read_one_query(*inputs)
     assert all(x.dtype == inputs[0].dtype for x in found)

@@ -28,43 +28,21 @@ from torch import Tensor
 
 from fem.ops.channel_scan.channel_log_space import channel_by_prefixes
 from fem.ops.common.launch import on
+from fem.ops.common.merge_kernels import LOG_ZERO, NO_WEIGHT, expm1, log1p, merged_energies, merged_means
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import double
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms
+from fem.ops.common.read import Terms
 from fem.ops.common.transforms import again_differentiable
-from fem.ops.common.triton_math import exp_minus_1
 
 BLOCK = 32  # channels of a program
-NOTHING, NEARLY_NOTHING = tl.constexpr(LOG_ZERO), tl.constexpr(NO_WEIGHT)
 Rows = Float[Tensor, "b t c"]
-
-
-@triton.jit
-def log_of_1_plus(x):
-    """log(1 + x), whose relative error is that of the logarithm: what 1 + x rounds away is divided out."""
-    total = 1.0 + x
-    apart = total - 1.0
-    return tl.where(apart == 0.0, x, tl.log(total) * x / tl.where(apart == 0.0, 1.0, apart))
 
 
 @triton.jit
 def share_apart(log_share, z):
     """e^{log_share} (e^z - 1), for log_share <= 0 and log_share + z <= 0."""
-    near = tl.exp(log_share) * exp_minus_1(tl.minimum(tl.maximum(z, -1.0), 1.0))
-    return tl.where(tl.abs(z) < 1.0, near, tl.exp(log_share + z) - tl.exp(log_share))
-
-
-@triton.jit
-def merged_energy(lift, logit):
-    """log((1 - s) + s e^lift) of the lighter one's share s, whose logit is at most 0."""
-    low = tl.exp(logit)
-    rest = log_of_1_plus(low)  # -log(1 - s)
-    small = tl.minimum(lift, 30.0)
-    grown = tl.where(tl.abs(small) < 1.0, exp_minus_1(tl.minimum(tl.maximum(small, -1.0), 1.0)), tl.exp(small) - 1.0)
-    near = log_of_1_plus(low / (1.0 + low) * grown)
-    odds = logit + lift
-    far = tl.maximum(odds, 0.0) + log_of_1_plus(tl.exp(-tl.abs(odds))) - rest
-    return tl.where(lift < 30.0, near, far)
+    share = tl.exp(log_share)
+    return tl.where(tl.abs(z) < 1.0, share * expm1(tl.minimum(z, 1.0)), tl.exp(log_share + z) - share)
 
 
 @triton.jit
@@ -78,7 +56,7 @@ def channel_kernel(
     live = column < C
     start = row * C + column
     none = tl.zeros((BLOCK,), tl.float32)
-    weight, lost = tl.load(first_weight + start, live, other=NOTHING), none
+    weight, lost = tl.load(first_weight + start, live, other=LOG_ZERO), none
     mean, free, rate = none, none, none
     if HAS_V:
         mean = tl.load(first_mean + start, live, other=0.0)
@@ -86,7 +64,7 @@ def channel_kernel(
         free, rate = tl.load(first_free + start, live, other=0.0), tl.load(beta + column, live, other=1.0)
     score = x + row * x_row + column * x_channel
     base = row * T * C + column
-    next_x, next_a, next_v, next_f = tl.load(score, live, other=NOTHING), none, none, none
+    next_x, next_a, next_v, next_f = tl.load(score, live, other=LOG_ZERO), none, none, none
     if HAS_A:
         next_a = tl.load(a + base, live, other=0.0)
     if HAS_V:
@@ -94,10 +72,10 @@ def channel_kernel(
     if HAS_F:
         next_f = tl.load(f + base, live, other=0.0)
     for t in range(T):
-        own, fall, value, energy = tl.maximum(next_x, NOTHING), next_a, next_v, next_f
+        own, fall, value, energy = tl.maximum(next_x, LOG_ZERO), next_a, next_v, next_f
         ahead = tl.minimum(t + 1, T - 1).to(tl.int64)
         at = base + ahead * C
-        next_x = tl.load(score + ahead * x_token, live, other=NOTHING)
+        next_x = tl.load(score + ahead * x_token, live, other=LOG_ZERO)
         if HAS_A:
             next_a = tl.load(a + at, live, other=0.0)
         if HAS_V:
@@ -112,23 +90,19 @@ def channel_kernel(
             weight = fallen
         gain = (own - weight) - lost
         heavier = gain > 0
-        logit = -tl.abs(gain)
-        share = tl.exp(logit) / (1.0 + tl.exp(logit))
-        rise = tl.where(heavier, 0.0, lost) + log_of_1_plus(tl.exp(logit))
+        rise = tl.where(heavier, 0.0, lost) + log1p(tl.exp(-tl.abs(gain)))
         top = tl.where(heavier, own, weight)
         weight = top + rise
         moved = weight - top
         lost = (top - (weight - moved)) + (rise - moved)
-        seen = weight > NEARLY_NOTHING
-        weight, lost = tl.where(seen, weight, NOTHING), tl.where(seen, lost, 0.0)
+        seen = weight > NO_WEIGHT
+        weight, lost = tl.where(seen, weight, LOG_ZERO), tl.where(seen, lost, 0.0)
         tl.store(weights + at, weight, live)
         if HAS_V:
-            most, rest = tl.where(heavier, value, mean), tl.where(heavier, mean, value)
-            mean = tl.where(seen, most + share * (rest - most), 0.0)
+            mean = tl.where(seen, merged_means(gain, mean, value), 0.0)
             tl.store(means + at, mean, live)
         if HAS_F:
-            most, rest = tl.where(heavier, energy, free), tl.where(heavier, free, energy)
-            free = tl.where(seen, most + merged_energy(rate * (rest - most), logit) / rate, 0.0)
+            free = tl.where(seen, merged_energies(gain, free, energy, rate), 0.0)
             tl.store(frees + at, free, live)
 
 
@@ -147,7 +121,7 @@ def channel_backward_kernel(
     none = tl.zeros((BLOCK,), tl.float32)
     rho, gamma, w, rate_sum = none, none, none, none
     mean, free, fall, rate = none, none, none, none
-    weight = tl.load(weights + at, live, other=NOTHING)
+    weight = tl.load(weights + at, live, other=LOG_ZERO)
     if HAS_V:
         mean = tl.load(means + at, live, other=0.0)
     if HAS_F:
@@ -156,15 +130,15 @@ def channel_backward_kernel(
         t = T - 1 - j
         inside = tl.minimum(t, 1) * C  # the memory that came in stands before the first token
         earlier, entered = column < inside, live & (column >= inside)
-        own = tl.maximum(tl.load(score + t * x_token, live, other=NOTHING), NOTHING)
+        own = tl.maximum(tl.load(score + t * x_token, live, other=LOG_ZERO), LOG_ZERO)
         w += tl.load(d_weights + at, live, other=0.0)
         if HAS_A:
             fall = tl.load(a + at, live, other=0.0)
         weight_before = tl.load(weights + at - C, earlier, other=0.0)
         weight_before += tl.load(first_weight + start, entered, other=0.0)
-        seen = weight > NEARLY_NOTHING
-        log_own = tl.where(seen, own - weight, NOTHING)
-        log_keep = tl.where(seen & (weight_before > NEARLY_NOTHING), weight_before + fall - weight, NOTHING)
+        seen = weight > NO_WEIGHT
+        log_own = tl.where(seen, own - weight, LOG_ZERO)
+        log_keep = tl.where(seen & (weight_before > NO_WEIGHT), weight_before + fall - weight, LOG_ZERO)
         share, keep = tl.exp(log_own), tl.exp(log_keep)
         of_own, of_kept = w * share, w * keep
         if HAS_V:

@@ -141,31 +141,3 @@ def read_of(terms: Terms, beta: Tensor, normalize: bool) -> Read:
         mean = mean * beside(log_weight, mean).exp()
         free_energy = free_energy + beside(log_weight.where(log_weight > NO_WEIGHT, 0), beta) / beta
     return Read(mean, free_energy)
-
-
-def mix_channels(mixing: Tensor, terms: Terms, beta: Tensor) -> Terms:
-    """The read over pairs (i, k) of token and channel, weighted M_jk w_k(i), from the reads of the channels.
-
-    w_j = sum_k M_jk w_k        mean_j = sum_k M_jk w_k mean_k / w_j
-    F_j = (1 / beta) log sum_k M_jk w_k e^{beta F_k} / w_j                                       (Section 2.3.3 iv)
-
-    mixing (H, d_v, d_v) > 0; terms (B, T, H, d_v); beta (H, d_v), equal within a head, or (H, 0) for the mean only.
-    """
-    over_channels = lambda x: torch.einsum("hjk,bthk->bthj", mixing, x)  # noqa: E731
-    log_weight = terms.log_weight.clamp_min(LOG_ZERO)
-    peak = log_weight.detach().amax(-1, keepdim=True)
-    weight = (log_weight - peak).exp()
-    total = over_channels(weight)
-    mean = over_channels(weight * terms.mean) / total
-    log_total = torch.where(peak > NO_WEIGHT, total.log() + peak, -torch.inf)
-    if not beta.shape[-1]:
-        return Terms(log_total, mean, terms.free_energy)
-    lift = beta * terms.free_energy
-    top = lift.detach().amax(-1, keepdim=True)
-    z = lift - top
-    is_near = (z.detach() >= -1).all(-1, keepdim=True)
-    energy = log_weight - peak + z
-    highest = energy.detach().amax(-1, keepdim=True)
-    summed = over_channels(torch.where(is_near, weight * torch.expm1(z), (energy - highest).exp())) / total
-    far = summed.clamp(min=torch.finfo(summed.dtype).tiny).log() + highest
-    return Terms(log_total, mean, (top + torch.where(is_near, torch.log1p(summed), far)) / beta)

@@ -42,7 +42,8 @@ class ScanCall(NamedTuple):
         """
         beta, dtype = upcast(beta).clamp(LEAST_BETA, MOST_BETA), compute_dtype(*inputs)
         if widen:
-            wide = {id(x): x.to(dtype) for x in inputs if x is not None}  # v and f may be one tensor, and stay one
+            given = {id(x): x for x in inputs if x is not None}  # v and f may be one tensor, and stay one
+            wide = {key: x.to(dtype) for key, x in given.items()}
             inputs = [None if x is None else wide[id(x)] for x in inputs]
         past, state = one_way(*inputs, beta, self.tokens, self.initial_state, True)
         if self.causal:

@@ -30,6 +30,14 @@ def logarithm(x):
 
 
 @triton.jit
+def power_of_2(x):
+    """2^x by the card's own instruction, of which what is below 2^-126 is 0; Triton's takes three more to keep that."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    return libdevice.exp2(x)
+
+
+@triton.jit
 def log_1_plus(x, rounded):
     """log(1 + x), given `rounded`, the logarithm of the rounded 1 + x: near 0 by its series."""
     return tl.where(tl.abs(x) < 0.01, x * (1.0 - x * (0.5 - x * (1 / 3 - x * 0.25))), rounded)

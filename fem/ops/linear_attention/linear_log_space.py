@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fem.ops.common.launch import by_kernels
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, log, log_average, merge
 
 
@@ -17,6 +18,10 @@ def linear_step(memory: Terms, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms
     w'_c = e^{g_c} w_c + k_c        mean'_c, F'_c: the reads of channel c and of the token, merged
     Z = sum_c q_c w'_c      mean = sum_c q_c w'_c mean'_c / Z      F = (1/beta) log(sum_c q_c w'_c e^{beta F'_c} / Z)
     """
+    if by_kernels(q, k, g, v, f, beta, *memory):
+        from fem.ops.linear_attention.linear_token import linear_token  # by Triton, which the library does not require
+
+        return linear_token(memory, q, k, g, opens, v, f, beta)
     g, rate = forget(q, g, opens), beta.unsqueeze(1)
     q, k, g, v, f = (None if x is None else x.transpose(1, 2) for x in (q, k, g, v, f))
     left = memory if g is None else memory._replace(log_weight=memory.log_weight + g.mT)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fem.ops.channel_scan.channel_log_space import cell_step, channel_by_prefixes
+from fem.ops.common.launch import by_kernels
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, beside, log, log_average
 
 
@@ -31,6 +32,11 @@ def ssm_by_prefixes(
 
 def ssm_step(memory: Terms, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> tuple[Terms, Terms]:
     """What one token reads, (B, 1, D), and the memory after it."""
+    inputs = delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta
+    if skip is not None and by_kernels(*(x for x in inputs if x is not opens), *memory):
+        from fem.ops.ssm.ssm_token import ssm_token  # by Triton, which the library does not require
+
+        return ssm_token(memory, *inputs)
     x, decay, log_c = _weights(delta, b, c, log_delta, log_b, log_c, opens, a)
     after = cell_step(memory, x.squeeze(1), decay.squeeze(1), v, f, beta)
     seen = memory._replace(log_weight=memory.log_weight + decay.squeeze(1)) if skip is None else after

@@ -83,9 +83,8 @@ def cell(mixer: str, mode: str, time: int, recipe: LayersRecipe, device: torch.d
     try:
         work = steps_of(layer, size, device, torch.bfloat16)
         found = {"kept_bytes": kept(work)} if device.type == "cuda" and mode != "captured" else {}
-        steps = {"forward": work.forward, "train": work.train} | (
-            {} if mixer == TORCH else {"token": token(layer, size)}
-        )
+        steps = {"forward": work.forward, "train": work.train}
+        steps |= {} if mixer == TORCH else {"token": token(layer, size)}
         for name, step in steps.items():
             try:
                 found[name] = cells.measured(captured(step) if mode == "captured" else step, recipe.seconds, device)
@@ -99,7 +98,7 @@ def cell(mixer: str, mode: str, time: int, recipe: LayersRecipe, device: torch.d
 
 
 def token(layer: nn.Module, size: Size) -> Step:
-    """The next token behind a state of size.time tokens; a softmax layer copies its state to add a key and a value."""
+    """One token more of a stream that starts with size.time tokens; a captured step writes to one place again."""
     weight = next(layer.parameters())
     draw = partial(torch.randn, device=weight.device, dtype=weight.dtype)
     x = draw(size.batch, 1, size.width)
@@ -107,8 +106,9 @@ def token(layer: nn.Module, size: Size) -> Step:
         _, state = layer(draw(size.batch, size.time, size.width), return_state=True)
 
     def step() -> None:
+        nonlocal state
         with torch.no_grad():
-            layer(x, state=state, return_state=True)
+            _, state = layer(x, state=state, return_state=True)
 
     return step
 

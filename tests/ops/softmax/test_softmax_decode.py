@@ -209,14 +209,14 @@ def test_tokens_one_by_one_equal_the_whole_while_rooms_fill_and_are_left(family,
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_two_continuations_of_a_stream_never_write_to_one_place(mode):
     """The first takes the room behind the cache; the second, and one with a gradient, have a place of their own."""
-    layer, x = make_layer(torch.float32, prior_type="softmax"), tokens(time=20, dtype=torch.float32)
+    layer, x = make_layer(torch.float32, prior_type="softmax"), tokens(time=28, dtype=torch.float32)
     step = lambda state, t: layer(x[:, t : t + 1], state=state, return_state=True)[1]  # noqa: E731
     with mode():
-        _, state = layer(x[:, :16], return_state=True)
-        state = step(state, 16)
-        one, two = step(state, 17), step(state, 18)
+        _, state = layer(x[:, :24], return_state=True)
+        state = step(state, 24)
+        one, two = step(state, 25), step(state, 26)
         kept = one.memory["key"].clone(), two.memory["key"].clone()
-        three = step(one, 19)
+        three = step(one, 27)
     assert one.memory["key"].data_ptr() == state.memory["key"].data_ptr() == three.memory["key"].data_ptr()
     assert two.memory["key"].data_ptr() != one.memory["key"].data_ptr()
     with torch.no_grad():
@@ -325,7 +325,7 @@ class Operations(TorchDispatchMode):
 def test_a_token_without_the_conditioner_costs_half_more_operations_than_attention_at_most():
     """Attention of equal weights, as `fem bench` has it, dispatches 66, views included."""
     layer, x = make_layer(torch.float32, prior_type="softmax", use_conv=False), tokens(time=10, dtype=torch.float32)
-    _, states = streamed(layer, x[:, :9], first=8)  # the second makes room
+    _, states = streamed(layer, x[:, :9], first=9)  # with room for one more
     with torch.no_grad(), Operations() as dispatched:
         layer(x[:, 9:], state=states[-1], return_state=True)
     assert dispatched.count <= 99

@@ -1,0 +1,92 @@
+"""One token of a state space model by a Triton kernel: the memory after it and what it reads, as `ssm_step`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fem.ops.common.launch import on
+from fem.ops.common.merge_kernels import (
+    LOG_ZERO,
+    NO_WEIGHT,
+    NUMBERS,
+    log_add,
+    log_average,
+    log_or_zero,
+    log_sum,
+    merged_energies,
+    merged_means,
+)
+from fem.ops.common.read import Terms
+
+
+@triton.jit
+def ssm_token_kernel(
+    delta, log_delta, b, c, opens, v, f, a, skip, beta, weight, mean, free,
+    weight_after, mean_after, free_after, total, mean_read, free_read, b_row, c_row,
+    N: tl.constexpr, WIDTH: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, LOGS: tl.constexpr,
+    OPENS: tl.constexpr, CELLS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of BLOCK channels of a row, the N states as cells: w'_n = e^{delta a_n} w_n + delta b_n, read with weights c_n.
+
+    The cell behind them is the token itself, which is read through the skip. LOGS: b and c are given as logarithms.
+    """
+    row, cell = tl.program_id(1).to(tl.int64), tl.arange(0, CELLS)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    state, itself, exists = cell < N, (cell == N)[:, None], column < WIDTH
+    inside, at = state[:, None] & exists[None], row * N + cell
+    step = tl.load(delta + row * WIDTH + column, exists, other=0.0)
+    into, out = tl.load(b + row * b_row + cell, state, other=0.0), tl.load(c + row * c_row + cell, state, other=0.0)
+    if LOGS:
+        height = tl.load(log_delta + row * WIDTH + column, exists, other=LOG_ZERO)
+    else:
+        height, into, out = log_or_zero(step), log_or_zero(into), log_or_zero(out)
+    decay = step[None] * tl.load(a + cell[:, None] * WIDTH + column[None], inside, other=0.0)
+    if OPENS:
+        decay = tl.where(tl.load(opens + row) != 0, LOG_ZERO, decay)
+    to = at[:, None] * WIDTH + column[None]
+    left = tl.maximum(tl.load(weight + to, inside, other=LOG_ZERO) + decay, LOG_ZERO)
+    new = tl.maximum(height[None] + into[:, None], LOG_ZERO)
+    after, gain = tl.maximum(log_add(left, new), LOG_ZERO), new - left
+    tl.store(weight_after + to, after, inside)
+    own = log_or_zero(tl.load(skip + column, exists, other=0.0))
+    scores = tl.maximum(after + tl.maximum(out, LOG_ZERO)[:, None], LOG_ZERO)
+    scores = tl.where(inside, scores, tl.where(itself, own[None], float("-inf")))
+    log_z, log_p = log_sum(scores)
+    tl.store(total + row * WIDTH + column, log_z, exists)
+    if MEAN > 0:
+        there, to = column < MEAN, at[:, None] * MEAN + column[None]
+        both, value = state[:, None] & there[None], tl.load(v + row * MEAN + column, there, other=0.0)
+        kept = tl.where(after > NO_WEIGHT, merged_means(gain, tl.load(mean + to, both, other=0.0), value[None]), 0.0)
+        tl.store(mean_after + to, kept, both)
+        seen = tl.sum(tl.exp(log_p) * tl.where(itself, value[None], tl.where(both, kept, 0.0)), 0)
+        tl.store(mean_read + row * MEAN + column, tl.where(log_z > NO_WEIGHT, seen, 0.0), there)
+    if FREE > 0:
+        there, to = column < FREE, at[:, None] * FREE + column[None]
+        both, value = state[:, None] & there[None], tl.load(f + row * FREE + column, there, other=0.0)
+        rate = tl.load(beta + column, there, other=1.0)
+        kept = merged_energies(gain, tl.load(free + to, both, other=0.0), value[None], rate[None])
+        kept = tl.where(after > NO_WEIGHT, kept, 0.0)
+        tl.store(free_after + to, kept, both)
+        seen = log_average(log_p, rate[None] * tl.where(itself, value[None], kept)) / rate
+        tl.store(free_read + row * FREE + column, tl.where(log_z > NO_WEIGHT, seen, 0.0), there)
+
+
+def ssm_token(memory: Terms, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> tuple[Terms, Terms]:
+    """`ssm_step` of float32 tensors without gradients, with a skip."""
+    (batch, _, width), states, mean, free = delta.shape, a.shape[0], v.shape[-1], f.shape[-1]
+    b, c = (x if x.stride(-1) == 1 else x.contiguous() for x in ((b, c) if log_delta is None else (log_b, log_c)))
+    given = [None if x is None else x.contiguous() for x in (opens, v, f, a, skip, beta, *memory)]
+    after = Terms(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in memory))
+    read = Terms(*(delta.new_empty(batch, 1, n) for n in (width, mean, free)))
+    cells = triton.next_power_of_2(states + 1)
+    block = max(1, NUMBERS // cells)
+    heights = delta if log_delta is None else log_delta
+    with on(delta.device):
+        ssm_token_kernel[triton.cdiv(width, block), batch](
+            delta.contiguous(), heights.contiguous(), b, c, *(delta if x is None else x for x in given), *after, *read,
+            b.stride(0), c.stride(0), N=states, WIDTH=width, MEAN=mean, FREE=free, LOGS=log_delta is not None,
+            OPENS=opens is not None, CELLS=cells, BLOCK=block,
+        )  # fmt: skip
+    return read, after

@@ -1,0 +1,94 @@
+"""One token of a scan by kernels in Triton's interpreter: `python scan_token_in_triton.py`.
+
+Prints the largest error of each case in units of the largest value: of reads of one token after another beside their
+definition in float64, and of layers beside themselves in float64.
+"""
+
+import json
+
+import interpreted  # noqa: F401  (before any kernel)
+import torch
+from layers import FAMILIES, SPLIT, make_layer, tokens
+from reads import KEYED, by_definition, documents_of, make, relative
+
+from fem.ops.common import mix_channels, mix_token
+from fem.ops.linear_attention import linear_log_space, linear_token
+from fem.ops.ssm import ssm_log_space, ssm_token
+
+torch.set_num_threads(1)
+KERNELS = linear_token, ssm_token, mix_token
+taken = []  # the kernels that ran
+CASES = {
+    "one by one": {},
+    "documents": {"documents": True},
+    "masks, also of the first tokens": {"masked": True},
+    "documents and masks": {"documents": True, "masked": True},
+    "behind a chunk": {"pieces": [9, 1, 1]},
+    "odd widths": {"width": 7, "keys": 5, "rank": 3},
+    "a pair of widths": {"free": 2},
+    "a spike": {"spike": 300.0},
+    "spans of 1,000 nats": {"spread": 400.0},
+    "small beta": {"beta": 1e-4},
+    "equal values": {"spread": 0.0},
+    "weights of 60 nats": {"weights": 60.0},
+    "decays of 60 nats": {"decay": 60.0},
+    "bfloat16": {"dtype": torch.bfloat16},
+}
+FEW = "one by one", "documents and masks"
+
+
+def by_kernels(*given: torch.Tensor | None) -> bool:
+    return all(x is None or x.dtype == torch.float32 for x in given)
+
+
+def counted(module, name: str) -> None:
+    """Make the module's function say that it ran."""
+    function = getattr(module, name)
+    setattr(module, name, lambda *inputs: taken.append(name) or function(*inputs))
+
+
+def error(name: str, documents=False, masked=False, spike=0.0, pieces=None, **sizes) -> float:
+    torch.manual_seed(0)
+    time = 7 if pieces is None else sum(pieces)
+    call, marks = make(name, time, **sizes), {}
+    call.arguments["v"][:, time // 3] += spike
+    mask, ids = torch.ones(1, time, dtype=torch.bool), torch.zeros(1, time, dtype=torch.long)
+    if masked:
+        mask[0, :2] = mask[0, 4] = False
+        marks["key_mask"] = mask
+    if documents:
+        ids[0, 2:], ids[0, 5:] = 1, 2
+        marks["segment_ids"] = ids
+    parts = documents_of(mask[0], ids[0])
+    wanted = by_definition(call.map(torch.Tensor.double), parts)
+    found = call.in_pieces(*(pieces or [1] * time), **marks)
+    return max(relative(got[:, torch.cat(parts)], right, least=1.0) for got, right in zip(found, wanted))
+
+
+def of_layer(**fields) -> float:
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        layer, x, state, rows = make_layer(torch.float32, **fields).to(dtype), tokens(time=5).float(), None, []
+        for t in range(5):
+            y, state = layer(x[:, t : t + 1].to(dtype), state=state, return_state=True)
+            rows.append(y)
+        found.append(torch.cat(rows, 1))
+    return relative(found[1], found[0])
+
+
+if __name__ == "__main__":
+    for module in (linear_log_space, ssm_log_space, mix_channels):
+        module.by_kernels = by_kernels
+    for module in KERNELS:
+        counted(module, module.__name__.rpartition(".")[2])
+    errors = {}
+    with torch.no_grad():
+        for name in (*KEYED, "ssm"):
+            cases = FEW if name == "gla" else CASES
+            errors |= {f"{name}: {what}": error(name, **CASES[what]) for what in cases}
+        families = {name: fields for name, fields in FAMILIES.items() if not name.startswith(("softmax", "rnn"))}
+        others = {f"{name} split": {"prior_type": name} | SPLIT for name in ("gla", "mamba")}
+        for name, fields in {**families, **others}.items():
+            errors[f"layer of {name}"] = of_layer(**fields)
+    assert len(set(taken)) == len(KERNELS)
+    print(json.dumps(errors))
