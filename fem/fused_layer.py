@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from fem.call import Call
 from fem.gates import SlimProjection
 from fem.ops.common.backend import found
-from fem.ops.common.launch import watched
+from fem.ops.common.launch import plain_map, watched
+from fem.ops.common.precision import product_dtype
 from fem.ops.common.steps import exporting
 from fem.ops.common.transforms import transformed
 from fem.priors import SoftmaxPrior
 from fem.priors.kv_cache import append
-from fem.projection import Projection
 
 _MOST_ROWS, _MOST_TOKENS = 65535, 2**18  # the axes of a CUDA grid hold 65,535 programs, of at least 4 tokens each
 DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has no float32
@@ -36,10 +36,10 @@ def fits(layer, call: Call) -> bool:
         return False
     if tokens.keep is not None and not config.causal:  # a key behind all kept ones is hidden by causality alone
         return False
-    if layer.gate.per_head or _dtype(x) != DTYPE or exporting() or transformed(x):
+    if layer.gate.per_head or product_dtype(x) != DTYPE or exporting() or transformed(x):
         return False
     slim = [gate for gate in (layer.gate.inner, layer.gate.outer) if isinstance(gate, SlimProjection)]
-    if not all(map(_plain, [*_first_maps(layer), *(gate.up for gate in slim)])):
+    if not all(map(plain_map, [*_first_maps(layer), *(gate.up for gate in slim)])):
         return False
     if any(map(watched, [layer.prior, layer.gate, *slim])):
         return False
@@ -89,7 +89,7 @@ def _arguments(layer, x: Tensor, features: Tensor, values: Tensor | None) -> tup
     """What `mixed_read` is called with. x says dtype, device and length alone."""
     from fem.ops.softmax.fused.layer_form import Form
 
-    config, gate, dtype = layer.config, layer.gate, _dtype(x)
+    config, gate, dtype = layer.config, layer.gate, product_dtype(x)
     first, second = _first_maps(layer), []
     for projection in (gate.inner, gate.outer):
         slim = isinstance(projection, SlimProjection)
@@ -114,12 +114,6 @@ def available(x: Tensor) -> bool:
     return x.is_cuda and found("triton") and torch.version.hip is None
 
 
-def _dtype(x: Tensor) -> torch.dtype:
-    """In which the layer's maps multiply."""
-    autocast = torch.is_autocast_enabled(x.device.type)
-    return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-
-
 def _first_maps(layer) -> list[nn.Module]:
     """The maps that read the layer's features, in the order of the product's columns."""
     gates = [projection for projection in (layer.gate.inner, layer.gate.outer) if projection is not None]
@@ -131,12 +125,6 @@ def _bias(projection: nn.Linear) -> Tensor:
     """The map's bias; of the first map of a slim gate, which has none, 0."""
     bias = projection.bias
     return projection.weight.new_zeros(projection.out_features) if bias is None else bias
-
-
-def _plain(projection: nn.Module) -> bool:
-    """Whether nobody has put an adapter, a hook or a sharded weight in the map's place."""
-    usual = type(projection) is Projection and type(projection.weight) in (nn.Parameter, Tensor)
-    return usual and not watched(projection)
 
 
 @torch.compiler.assume_constant_result
