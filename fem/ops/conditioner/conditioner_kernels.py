@@ -22,20 +22,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fem.ops.common.triton_math import exact_softplus
+
 LEAST_LENGTH = tl.constexpr(1e-12)  # of `torch.nn.functional.normalize`
-
-
-@triton.jit
-def _softplus(a):
-    """log(1 + e^a) to float32's rounding, at any size, as log(1 + z) = 2 artanh(z / (2 + z)), z = e^{-|a|}."""
-    z = tl.exp(-tl.abs(a))
-    w = z / (2.0 + z)
-    square = w * w
-    series = 1 / 13 + square * (1 / 15)
-    series = 1 / 9 + square * (1 / 11 + square * series)
-    series = 1 / 5 + square * (1 / 7 + square * series)
-    series = 1.0 + square * (1 / 3 + square * series)
-    return tl.maximum(a, 0.0) + 2.0 * w * series
 
 
 @triton.jit
@@ -52,7 +41,7 @@ def _log_decays(projected, keep, start, batch, row, time, inside, column, width:
     kept = inside
     if keep is not None:
         kept &= tl.load(keep + at, inside, other=0) != 0
-    log_decay = tl.where(kept[:, None], -_softplus(f), 0.0)
+    log_decay = tl.where(kept[:, None], -exact_softplus(f), 0.0)
     if start is not None:
         starts = tl.load(start + at, inside, other=0) != 0
         log_decay = tl.where(starts[:, None], float("-inf"), log_decay)
@@ -143,7 +132,7 @@ def _normed(state, there, width: tl.constexpr, eps):
 @triton.jit
 def _unit(a, there, length: tl.constexpr):
     """y = length l2norm(softplus(a)), and one over what it is divided by."""
-    s = tl.where(there, _softplus(a), 0.0)
+    s = tl.where(there, exact_softplus(a), 0.0)
     rate = 1.0 / tl.maximum(tl.sqrt(tl.sum(s * s, 1)), LEAST_LENGTH)[:, None]
     return s * (rate * length), rate
 
