@@ -18,8 +18,8 @@ class TimeDecayConditioner(nn.Module):
 
     Appendix I.1 has SiLU(z_t), conv_form="paper", and the authors' file sqrt(H_c) z_t, conv_form="authors".
 
-    x (B, T, D) -> h (B, T, H_c), and h~_T for the next call. Masked tokens add and decay nothing; h~ restarts where a
-    document does. Bidirectional: half of the channels run backwards in time.
+    x (B, T, D) -> [x, h] (B, T, D + H_c), and h~_T for the next call. Masked tokens add and decay nothing; h~ restarts
+    where a document does. Bidirectional: half of the channels run backwards in time.
     """
 
     def __init__(self, config: FreeEnergyMixerConfig):
@@ -34,6 +34,6 @@ class TimeDecayConditioner(nn.Module):
 
     def forward(
         self, x: Float[Tensor, "b t d"], tokens: Tokens, hidden: Float[Tensor, "b c"] | None = None
-    ) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
-        projected = self.project(self.norm_in(x))  # W_f x^, W_x x^, W_s x^
-        return conditioned(projected, tokens, hidden, self.norm, x.dtype, self.form, self.backend, self.bidirectional)
+    ) -> tuple[Float[Tensor, "b t f"], Float[Tensor, "b c"]]:
+        maps = self.norm_in, self.project, self.norm  # x^; W_f x^, W_x x^, W_s x^; LayerNorm(h~)
+        return conditioned(x, tokens, hidden, *maps, self.form, self.backend, self.bidirectional)

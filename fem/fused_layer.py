@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from fem.call import Call
 from fem.gates import SlimProjection
 from fem.ops.common.backend import found
-from fem.ops.common.launch import watched
+from fem.ops.common.launch import plain_map, plain_tensors, watched
+from fem.ops.common.precision import product_dtype
 from fem.ops.common.steps import exporting
 from fem.ops.common.transforms import transformed
 from fem.priors import SoftmaxPrior
 from fem.priors.kv_cache import append
-from fem.projection import Projection
 
 _MOST_ROWS, _MOST_TOKENS = 65535, 2**18  # the axes of a CUDA grid hold 65,535 programs, of at least 4 tokens each
 DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has no float32
@@ -36,12 +36,14 @@ def fits(layer, call: Call) -> bool:
         return False
     if tokens.keep is not None and not config.causal:  # a key behind all kept ones is hidden by causality alone
         return False
-    if layer.gate.per_head or _dtype(x) != DTYPE or exporting() or transformed(x):
+    if layer.gate.per_head or product_dtype(x) != DTYPE or exporting() or transformed(x):
         return False
     slim = [gate for gate in (layer.gate.inner, layer.gate.outer) if isinstance(gate, SlimProjection)]
-    if not all(map(_plain, [*_first_maps(layer), *(gate.up for gate in slim)])):
+    scale = [] if layer.value_scale is None else [layer.value_scale]
+    if not all(map(plain_map, [*_first_maps(layer), *scale, *(gate.up for gate in slim)])):
         return False
-    if any(map(watched, [layer.prior, layer.gate, *slim])):
+    beta = [] if layer.beta is None else [layer.beta]
+    if any(map(watched, [layer.prior, layer.gate, *slim, *beta])) or not plain_tensors(*(b.theta for b in beta)):
         return False
     sizes = (config.n_head, config.kv_heads, config.key_width, config.read_width, config.causal)
     return _kernel(x.device.index or 0, *sizes) is not None
@@ -57,19 +59,18 @@ def mixed(
     """
     from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
-    values = None if layer.value_scale is None else layer.modulated(call.x, features)
     keep = call.tokens.keep
     if call.memory is not None:
-        o, k, v = prefill(*_arguments(layer, call.x, features, values))
+        o, k, v = prefill(*_arguments(layer, call.x, features))
         beta = layer.temperature(call.x)
         v, free_values = layer.pair(v, beta)
         return o, append({}, k, v, beta, call.tokens, False, free_values)
     if keep is None:
-        return mixed_read(*_arguments(layer, call.x, features, values)), None
+        return mixed_read(*_arguments(layer, call.x, features)), None
     order = keep.long().argsort(dim=1, descending=True, stable=True)
     back = order.argsort(1)
-    features, values = (None if y is None else _Reordered.apply(y, order, back) for y in (features, values))
-    return _Reordered.apply(mixed_read(*_arguments(layer, call.x, features, values)), back, order), None
+    features = _Reordered.apply(features, order, back)
+    return _Reordered.apply(mixed_read(*_arguments(layer, call.x, features)), back, order), None
 
 
 class _Reordered(torch.autograd.Function):
@@ -85,58 +86,41 @@ class _Reordered(torch.autograd.Function):
         return _Reordered.apply(grad, *ctx.saved_tensors), None, None
 
 
-def _arguments(layer, x: Tensor, features: Tensor, values: Tensor | None) -> tuple:
+def _arguments(layer, x: Tensor, features: Tensor) -> tuple:
     """What `mixed_read` is called with. x says dtype, device and length alone."""
     from fem.ops.softmax.fused.layer_form import Form
+    from fem.ops.softmax.fused.mixed_read import Options
 
-    config, gate, dtype = layer.config, layer.gate, _dtype(x)
-    first, second = _first_maps(layer), []
+    config, gate, dtype = layer.config, layer.gate, product_dtype(x)
+    maps = _first_maps(layer)
+    second = [None if layer.value_scale is None else layer.value_scale.weight]
     for projection in (gate.inner, gate.outer):
         slim = isinstance(projection, SlimProjection)
         second += [projection.up.weight, projection.up.bias] if slim else [None, None]
-    weight = torch.cat([projection.weight for projection in first])
-    bias = torch.cat([_bias(projection) for projection in first]) if config.bias else None
 
     free = config.free_width if config.use_lse else 0
     shared = bool(free) and config.free_share is None and not config.free_alone
     mean = 0 if config.free_alone else config.value_width if shared else config.value_width - free
     sizes = (config.n_head, config.kv_heads, config.key_width, mean, free, shared, config.causal, config.use_rope)
     flash = _kernel(x.device.index or 0, *sizes[:3], config.read_width, config.causal) == "flash"
-    form = Form(*sizes, gate.outer is not None, config.gate_rank or 0, values is None, flash)
+    form = Form(*sizes, gate.outer is not None, config.gate_rank or 0, config.context_width, flash)
+    options = Options(form, config.key_width**-0.5, config.eps, config.beta_max_init)
     turns = _tables(layer.prior, x) if config.use_rope else (None, None)
-    beta = layer.temperature(x) if free else None
-    beta = None if beta is None else beta.float().contiguous()
-    tensors = [None if y is None else y.to(dtype).contiguous() for y in (features, weight, bias, values, *second)]
-    return form, config.key_width**-0.5, config.eps, *tensors, beta, *turns
+    theta = layer.beta.theta if free and layer.beta is not None else None
+    tensors = [None if y is None else y.to(dtype).contiguous() for y in (features, *second)]
+    biases = [projection.bias for projection in maps] if config.bias else None
+    return options, [projection.weight for projection in maps], biases, *tensors, theta, *turns
 
 
 def available(x: Tensor) -> bool:
     return x.is_cuda and found("triton") and torch.version.hip is None
 
 
-def _dtype(x: Tensor) -> torch.dtype:
-    """In which the layer's maps multiply."""
-    autocast = torch.is_autocast_enabled(x.device.type)
-    return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-
-
 def _first_maps(layer) -> list[nn.Module]:
     """The maps that read the layer's features, in the order of the product's columns."""
     gates = [projection for projection in (layer.gate.inner, layer.gate.outer) if projection is not None]
     gates = [gate.down if isinstance(gate, SlimProjection) else gate for gate in gates]
-    return [layer.prior.query, layer.prior.key, *([layer.value] if layer.value_scale is None else []), *gates]
-
-
-def _bias(projection: nn.Linear) -> Tensor:
-    """The map's bias; of the first map of a slim gate, which has none, 0."""
-    bias = projection.bias
-    return projection.weight.new_zeros(projection.out_features) if bias is None else bias
-
-
-def _plain(projection: nn.Module) -> bool:
-    """Whether nobody has put an adapter, a hook or a sharded weight in the map's place."""
-    usual = type(projection) is Projection and type(projection.weight) in (nn.Parameter, Tensor)
-    return usual and not watched(projection)
+    return [layer.prior.query, layer.prior.key, layer.value, *gates]
 
 
 @torch.compiler.assume_constant_result

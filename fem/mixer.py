@@ -102,10 +102,7 @@ class FreeEnergyMixer(FreeEnergyLayer):
         self, x: Float[Tensor, "b t d"], tokens: Tokens, hidden: Float[Tensor, "b c"] | None
     ) -> tuple[Float[Tensor, "b t f"], Float[Tensor, "b c"] | None]:
         """[x, h], the input with the conditioner's local features behind it, and the conditioner's state after it."""
-        if self.conditioner is None:
-            return x, None
-        h, hidden = self.conditioner(x, tokens, hidden)
-        return torch.cat([x, h], -1), hidden
+        return (x, None) if self.conditioner is None else self.conditioner(x, tokens, hidden)
 
     def modulated(self, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"]) -> Float[Tensor, "b t h dv"]:
         """v (1 + eta_v), all values of a head side by side.                                          (Eq. 34b)"""

@@ -24,6 +24,9 @@ LAYERS = {
     "grouped heads": {"n_kv_head": 1},
     "conditioner": {"use_conv": True},
     "slim, grouped, conditioner": {"use_conv": True, "gate_rank": 4, "n_kv_head": 1},
+    "inner widths of two steps": {"use_conv": True, "conv_hidden": 72, "gate_rank": 68},
+    "slim, conditioner, no biases, no rotation": {"use_conv": True, "gate_rank": 4, "bias": False, "use_rope": False},
+    "attention, conditioner": PARTS_OFF | {"use_conv": True},
     "split, conditioner": {"use_conv": True, "free_share": 0.5},
     "attention": PARTS_OFF,
     "attention and the outer gate": {"use_lse": False, "use_temperature": False},
@@ -93,7 +96,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(name, monkeypatch):
 
 
 @pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("name", ["full", "split", "grouped heads"])
+@pytest.mark.parametrize("name", ["full", "slim", "split", "grouped heads"])
 def test_values_of_any_span_are_read_exactly(name, values, monkeypatch):
     layer = build(LAYERS[name])
     spread(layer, *VALUES[values])
@@ -157,10 +160,10 @@ def test_gradients_repeat_bit_for_bit(monkeypatch):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("spike", [0.0, 200.0])
-def test_bfloat16_errs_no_more_than_the_form_of_torch_operations(spike, monkeypatch):
+@pytest.mark.parametrize("name, spike", [("full", 0.0), ("full", 200.0), ("slim", 0.0), ("slim, conditioner", 0.0)])
+def test_bfloat16_errs_no_more_than_the_form_of_torch_operations(name, spike, monkeypatch):
     """Both read the same rounded layer; the fused form's errors are at most 1.3 of the other's."""
-    layer = build({}, width=16)
+    layer = build(LAYERS["slim"] | {"use_conv": True} if name == "slim, conditioner" else LAYERS[name], width=16)
     if spike:
         spread(layer, 1.0, spike)
     layer, x = layer.bfloat16(), torch.randn(2, 40, 20).bfloat16()
@@ -168,7 +171,7 @@ def test_bfloat16_errs_no_more_than_the_form_of_torch_operations(spike, monkeypa
     fused_on_cpu.install(monkeypatch, torch.bfloat16)
     fused_on_cpu.round_to_nearest(monkeypatch)
     found = errors(layer, x)
-    assert all(found[name] < max(1.3 * other[name], 2e-2) for name in found), (found, other)
+    assert all(found[name] < max(1.3 * other[name], 2.5e-2) for name in found), (found, other)
 
 
 def test_one_graph_without_a_break(monkeypatch):
@@ -194,9 +197,9 @@ class Nothing:
         return lambda *arguments, **sizes: None
 
 
-def silenced(monkeypatch, module, name):
+def silenced(monkeypatch, module, name, of="grouped heads"):
     """The largest error under spikes without one kernel."""
-    layer = build(LAYERS["grouped heads"])
+    layer = build(LAYERS[of])
     spread(layer, 1.0, 200.0)
     fused_on_cpu.install(monkeypatch)
     monkeypatch.setattr(module, name, Nothing())
@@ -211,3 +214,8 @@ def test_a_test_notices_where_a_kernel_of_doubt_does_nothing(name, monkeypatch):
 @pytest.mark.parametrize("name", ["rotate_kernel", "pack_backward_kernel", "mix_backward_kernel"])
 def test_a_test_notices_where_another_kernel_does_nothing(name, monkeypatch):
     assert not silenced(monkeypatch, kernels, name) < 5e-5
+
+
+@pytest.mark.parametrize("name", ["modulate_kernel", "modulate_backward_kernel"])
+def test_a_test_notices_where_the_values_are_not_modulated(name, monkeypatch):
+    assert not silenced(monkeypatch, kernels, name, "slim, grouped, conditioner") < 5e-5

@@ -52,7 +52,7 @@ def hooked():
 
 def adapted():
     layer = build()
-    layer.prior.query = torch.nn.Linear(16, layer.config.qk_dim).bfloat16()
+    layer.prior.query = torch.nn.Sequential(layer.prior.query)
     return layer
 
 

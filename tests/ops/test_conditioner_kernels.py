@@ -23,7 +23,6 @@ FAST = {
     "documents and padding in two chunks": (2, 71, 5, {"documents": True, "padding": True}),
     "without a state before": (1, 37, 8, {"hidden": False}),
     "one token": (2, 1, 16, {}),
-    "a gradient that lies in a wider one": (2, 37, 8, {"strided": True}),
     "a shut gate": (1, 37, 8, {"a": -20.0}),
     "the paper's form": (1, 37, 8, {"form": "paper"}),
 }
@@ -69,7 +68,7 @@ def test_kernels_err_no_more_than_the_plain_form(case):
 @pytest.mark.slow
 def test_a_layer_by_kernels_is_the_plain_one_twice_differentiable():
     far = program("layers")
-    assert far["once"] < 3e-6
+    assert max(far["once"], far["no first norm, no bias"]) < 3e-6, far
     assert far["twice"] < 1e-5
 
 
@@ -118,18 +117,22 @@ def hooked() -> nn.LayerNorm:
         ("a CPU without the interpreter's asking", {"backend": "auto"}),
         ("float64", {"dtype": torch.float64}),
         ("more channels than a program holds", {"width": 257}),
+        ("more inputs than a program holds", {"inputs": 16385}),
         ("no token", {"time": 0}),
         ("somebody watches the norm", {"norm": hooked()}),
+        ("somebody watches the first norm", {"norm_in": hooked()}),
+        ("an adapter", {"project": nn.Sequential(nn.Linear(8, 24))}),
         ("another norm", {"norm": Watched(8)}),
         ("a norm without weights", {"norm": nn.LayerNorm(8, elementwise_affine=False)}),
     ],
 )
 def test_the_plain_form_takes(why, given, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    usual = {"backend": "triton", "width": 8, "time": 3, "dtype": torch.float32}
+    usual = {"backend": "triton", "width": 8, "time": 3, "dtype": torch.float32, "inputs": 8}
 
-    def taken(backend, width, time, dtype, norm=None):
-        return fits(backend, norm or nn.LayerNorm(width), torch.zeros(1, time, 3 * width, dtype=dtype), None)
+    def taken(backend, width, time, dtype, inputs, norm=None, norm_in=None, project=None):
+        maps = norm_in or nn.LayerNorm(inputs), project or nn.Linear(inputs, 3 * width), norm or nn.LayerNorm(width)
+        return fits(backend, torch.zeros(1, time, inputs, dtype=dtype), None, *maps)
 
     assert taken(**usual)
     assert not taken(**usual | given), why
@@ -140,9 +143,9 @@ def test_the_plain_form_takes_what_is_transformed(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     found = []
 
-    def call(projected):
-        found.append(fits("triton", nn.LayerNorm(8), projected, None))
-        return projected.sum()
+    def call(x):
+        found.append(fits("triton", x, None, nn.Identity(), nn.Linear(8, 24), nn.LayerNorm(8)))
+        return x.sum()
 
-    torch.func.grad(call)(torch.zeros(1, 3, 24))
+    torch.func.grad(call)(torch.zeros(1, 3, 8))
     assert found == [False]

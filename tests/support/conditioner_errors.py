@@ -33,6 +33,7 @@ def errors(batch: int, time: int, width: int, said: dict) -> dict[str, tuple[flo
     torch.manual_seed(0)
     dtype = getattr(torch, said.get("dtype", "float32"))
     out, graded = getattr(torch, said.get("out", said.get("dtype", "float32"))), said.get("grads", NAMES[:2])
+    autocast = torch.autocast("cpu", dtype, enabled=out != dtype)
     shifts = torch.tensor([said.get(name, 0.0) for name in "fua"]).repeat_interleave(width)
     projected = (1.5 * torch.randn(batch, time, 3 * width) + shifts).to(dtype)
     weight, bias = 1 + 0.3 * torch.randn(width), 0.3 * torch.randn(width)
@@ -41,16 +42,21 @@ def errors(batch: int, time: int, width: int, said: dict) -> dict[str, tuple[flo
     start = torch.rand(batch, time) > 0.9 if "documents" in said else None
     if keep is not None and start is not None:
         start &= keep
-    wide = torch.randn(batch, time, width + 3).to(out)
-    grads = wide[..., 3:] if "strided" in said else wide[..., 3:].contiguous(), torch.randn(batch, width)
+    grads = torch.randn(batch, time, width).to(out), torch.randn(batch, width)
     tokens, name = Tokens(keep, start, None, None), said.get("form", "scaled")
     multiplied = ConvForm.named(name, width)
 
     def by_kernels(projected, weight, bias, hidden):
-        norm = nn.LayerNorm(width)
+        """With the identity for a map, and no norm before it."""
+        norm, project = nn.LayerNorm(width), nn.Linear(3 * width, 3 * width)
         norm.weight, norm.bias = weight, bias
-        assert fused.fits("triton", norm, projected, hidden)
-        return fused.fused_condition(projected, tokens, hidden, norm, out, multiplied)
+        project.weight, project.bias = nn.Parameter(torch.eye(3 * width).to(out)), None
+        maps = nn.Identity(), project, norm
+        assert fused.fits("triton", projected, hidden, *maps)
+        with autocast:
+            features, last = fused.fused_condition(projected.to(out), tokens, hidden, *maps, multiplied)
+        assert torch.equal(features[..., : 3 * width], projected.to(out))
+        return features[..., 3 * width :], last
 
     def by_torch(projected, weight, bias, hidden):
         norm = partial(F.layer_norm, normalized_shape=(width,), weight=weight.to(dtype), bias=bias.to(dtype))
@@ -76,28 +82,38 @@ def errors(batch: int, time: int, width: int, said: dict) -> dict[str, tuple[flo
     return {name: (relative(x, y), relative(p, y)) for name, x, p, y in every if x is not None}
 
 
-def layer(backend: str) -> TimeDecayConditioner:
+def layer(backend: str, **fields) -> TimeDecayConditioner:
     torch.manual_seed(0)
-    return TimeDecayConditioner(FreeEnergyMixerConfig(n_embd=32, n_head=4, conv_hidden=8, backend=backend))
+    conditioner = TimeDecayConditioner(
+        FreeEnergyMixerConfig(n_embd=32, n_head=4, conv_hidden=8, backend=backend, **fields)
+    )
+    with torch.no_grad():
+        for parameter in conditioner.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return conditioner
 
 
 def differentiated(call, twice: bool = False) -> list[Tensor]:
-    """h, the last state and gradients of a layer with documents and padding; twice: the gradient of a gradient."""
+    """[x, h], the last state and all gradients of a layer with documents and padding; twice: of the first one."""
     x = torch.randn(2, 37, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
     mask = torch.arange(37).expand(2, -1) > torch.tensor([[0], [5]])
     ids = torch.arange(37).div(9, rounding_mode="floor").expand(2, -1)
-    h, last = call(x, read_tokens((2, 37), x.device, mask, ids)[0])
-    loss = h.square().sum() + last.square().sum()
-    (d_x,) = torch.autograd.grad(loss, x, create_graph=twice)
-    return [h, last, torch.autograd.grad(d_x.square().sum(), x)[0] if twice else d_x]
+    features, last = call(x, read_tokens((2, 37), x.device, mask, ids)[0])
+    loss = features.square().sum() + last.square().sum()
+    leaves = [x, *call.parameters()]
+    gradients = torch.autograd.grad(loss, leaves, create_graph=twice)
+    if twice:
+        gradients = torch.autograd.grad(gradients[0].square().sum(), leaves, materialize_grads=True)
+    return [features, last, *gradients]
 
 
 def layers() -> dict[str, float]:
     """How far a layer that takes the kernels is from one that does not, once and twice differentiated."""
     far = {}
-    for name, twice in (("once", False), ("twice", True)):
-        found, wanted = (differentiated(layer(backend), twice) for backend in ("triton", "plain"))
-        far[name] = max(relative(x, y.double()) for x, y in zip(found, wanted))
+    bare = {"conv_norm_first": False, "bias": False}
+    for name, twice, fields in (("once", False, {}), ("twice", True, {}), ("no first norm, no bias", False, bare)):
+        found, wanted = (differentiated(layer(backend, **fields), twice) for backend in ("triton", "plain"))
+        far[name] = max(relative(x, y.double()) for x, y in zip(found, wanted, strict=True))
     return far
 
 

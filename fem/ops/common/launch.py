@@ -41,3 +41,9 @@ def watched(module: nn.Module) -> bool:
     """Whether somebody's hook or other forward would not run if the module were not called."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks) or (not torch.compiler.is_compiling() and "forward" in vars(module))
+
+
+def plain_map(module: nn.Module) -> bool:
+    """Whether a linear map may be computed from its weights: no adapter, hook or sharded weight is in its place."""
+    usual = type(module).forward is nn.Linear.forward and type(module.weight) in (nn.Parameter, Tensor)
+    return usual and not watched(module)

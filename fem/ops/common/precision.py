@@ -23,6 +23,12 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """In which a layer's maps multiply x."""
+    autocast = torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+
+
 # The certificate. Terms are at most 1, and underflow takes at most e^-87 from each (e^-700 in float64): a sum that is
 # still this large has lost less than its own rounding.
 LEAST_PROVEN = {torch.float32: math.exp(-60.0), torch.float64: math.exp(-600.0)}

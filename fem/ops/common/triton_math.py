@@ -72,6 +72,19 @@ def softplus(a):
 
 
 @triton.jit
+def exact_softplus(a):
+    """log(1 + e^a) to float32's rounding, at any size, as log(1 + z) = 2 artanh(z / (2 + z)), z = e^{-|a|}."""
+    z = tl.exp(-tl.abs(a))
+    w = z / (2.0 + z)
+    square = w * w
+    series = 1 / 13 + square * (1 / 15)
+    series = 1 / 9 + square * (1 / 11 + square * series)
+    series = 1 / 5 + square * (1 / 7 + square * series)
+    series = 1.0 + square * (1 / 3 + square * series)
+    return tl.maximum(a, 0.0) + 2.0 * w * series
+
+
+@triton.jit
 def turn(x, y, cos, sin, there, HALF: tl.constexpr):
     """y_j = x_j cos - x_{j+HALF} sin, y_{j+HALF} = x_{j+HALF} cos + x_j sin; x, y: the first of each pair."""
     low = tl.load(x, there, other=0.0).to(tl.float32)

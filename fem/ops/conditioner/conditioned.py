@@ -1,4 +1,4 @@
-"""From the conditioner's projections to its features."""
+"""From a layer's input to its features, the input and behind it what the conditioner says of the tokens before."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 
 
 def conditioned(
-    projected: Float[Tensor, "b t three_c"],
+    x: Float[Tensor, "b t d"],
     tokens: Tokens,
     hidden: Float[Tensor, "b c"] | None,
+    norm_in: nn.Module,
+    project: nn.Module,
     norm: nn.Module,
-    dtype: torch.dtype,
     form: ConvForm,
     backend: str = "auto",
     bidirectional: bool = False,
-) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
-    """h_t = SiLU(length l2norm(softplus(a_t))) * norm(h~_t),    h~_t = exp(-softplus(f_t)) h~_{t-1} + u_t;    and h~_T
+) -> tuple[Float[Tensor, "b t f"], Float[Tensor, "b c"]]:
+    """[x, h] and h~_T, with [f, u, a] = project(norm_in(x)) of each token:
 
-    projected: [f, u, a]. hidden: h~ before the first token; None: 0. norm: LayerNorm over the channels. dtype: of h.
-    form: the length, and whether there is a SiLU.
-    Bidirectional: half of the channels run backwards in time.
+    h_t = SiLU(length l2norm(softplus(a_t))) * norm(h~_t)        h~_t = exp(-softplus(f_t)) h~_{t-1} + u_t
+
+    hidden: h~ before the first token; None: 0. norm: LayerNorm over the channels. form: the length, and whether there
+    is a SiLU. Bidirectional: half of the channels run backwards in time.
     """
-    if not bidirectional and fits(backend, norm, projected, hidden):
-        return fused_condition(projected, tokens, hidden, norm, dtype, form)
+    if not bidirectional and fits(backend, x, hidden, norm_in, project, norm):
+        return fused_condition(x, tokens, hidden, norm_in, project, norm, form)
     backend = "triton" if backend == "triton" else "auto"
-    h, last = plain_condition(projected, tokens, hidden, norm, form, backend, bidirectional)
-    return h.to(dtype), last
+    h, last = plain_condition(project(norm_in(x)), tokens, hidden, norm, form, backend, bidirectional)
+    return torch.cat([x, h.to(x.dtype)], -1), last

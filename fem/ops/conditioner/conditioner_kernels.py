@@ -8,10 +8,13 @@ a chunk is a sum over all earlier ones, of their ends S_m and the logarithms L_k
     h~ = S_{n-1} + sum_{m < n} exp(sum_{m <= k < n} L_k) S_{m-1}        S_{-1} the state before the first token
 
 so nothing is divided by a decay, the rounding of factors near 1 does not pile up, and no program waits for another. The
-gradient of h~ runs the other way by the same formula. Of the gradients of LayerNorm's weight and bias every program
-writes its part. Numbers are float32 in registers. Without `bends` there is no SiLU.
+gradient of h~ runs the other way by the same formula. Numbers are float32 in registers. Without `bends` there is no
+SiLU.
 
-[f, u, a], `projected` (B, T, 3 C), is contiguous, as are keep and start (B, T), one byte each, or None.
+[f, u, a], `projected` (B, T, 3 C), is contiguous, as are keep and start (B, T), one byte each, or None. `out` and its
+gradient are columns of tensors whose rows are `*_row` apart. Of the gradients of weights and biases every program
+writes its part, a row of `parts`: of LayerNorm's weight and bias and of the biases of f, u and a, C each, and of what
+`normalize_backward_kernel` adds.
 """
 
 from __future__ import annotations
@@ -19,20 +22,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fem.ops.common.triton_math import exact_softplus
+
 LEAST_LENGTH = tl.constexpr(1e-12)  # of `torch.nn.functional.normalize`
-
-
-@triton.jit
-def _softplus(a):
-    """log(1 + e^a) to float32's rounding, at any size, as log(1 + z) = 2 artanh(z / (2 + z)), z = e^{-|a|}."""
-    z = tl.exp(-tl.abs(a))
-    w = z / (2.0 + z)
-    square = w * w
-    series = 1 / 13 + square * (1 / 15)
-    series = 1 / 9 + square * (1 / 11 + square * series)
-    series = 1 / 5 + square * (1 / 7 + square * series)
-    series = 1.0 + square * (1 / 3 + square * series)
-    return tl.maximum(a, 0.0) + 2.0 * w * series
 
 
 @triton.jit
@@ -49,7 +41,7 @@ def _log_decays(projected, keep, start, batch, row, time, inside, column, width:
     kept = inside
     if keep is not None:
         kept &= tl.load(keep + at, inside, other=0) != 0
-    log_decay = tl.where(kept[:, None], -_softplus(f), 0.0)
+    log_decay = tl.where(kept[:, None], -exact_softplus(f), 0.0)
     if start is not None:
         starts = tl.load(start + at, inside, other=0) != 0
         log_decay = tl.where(starts[:, None], float("-inf"), log_decay)
@@ -140,14 +132,14 @@ def _normed(state, there, width: tl.constexpr, eps):
 @triton.jit
 def _unit(a, there, length: tl.constexpr):
     """y = length l2norm(softplus(a)), and one over what it is divided by."""
-    s = tl.where(there, _softplus(a), 0.0)
+    s = tl.where(there, exact_softplus(a), 0.0)
     rate = 1.0 / tl.maximum(tl.sqrt(tl.sum(s * s, 1)), LEAST_LENGTH)[:, None]
     return s * (rate * length), rate
 
 
 @triton.jit
 def condition_kernel(
-    projected, weight, bias, keep, start, hidden, summaries, out, last, starts, time, chunks, tiles, eps,
+    projected, weight, bias, keep, start, hidden, summaries, out, last, starts, time, chunks, tiles, out_row, eps,
     length: tl.constexpr, bends: tl.constexpr, width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -168,13 +160,13 @@ def condition_kernel(
         state += decay * entering[None]
         entering = _row_at(state, index, TIME - 1)
         there = (row < time)[:, None] & channel[None]
-        at = (batch.to(tl.int64) * time + row)[:, None] * width
-        a = tl.load(projected + 3 * at + 2 * width + column[None], there, other=0.0).to(tl.float32)
+        at = (batch.to(tl.int64) * time + row)[:, None]
+        a = tl.load(projected + at * (3 * width) + 2 * width + column[None], there, other=0.0).to(tl.float32)
         y, _ = _unit(a, there, length)
         normed, _ = _normed(state, there, width, eps)
         if bends:
             y *= tl.sigmoid(y)
-        tl.store(out + at + column[None], y * (normed * scale + shift), there)
+        tl.store(out + at * out_row + column[None], y * (normed * scale + shift), there)
     if chunk == chunks - 1:
         tl.store(last + batch.to(tl.int64) * width + column, entering, channel)
 
@@ -182,21 +174,18 @@ def condition_kernel(
 @triton.jit
 def condition_backward_kernel(
     grad, projected, weight, bias, keep, start, starts, d_state, d_projected, summaries, parts,
-    time, chunks, tiles, row_stride, token_stride, eps,
+    time, chunks, tiles, grad_row, parts_row, eps,
     length: tl.constexpr, bends: tl.constexpr, width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """d h~_t as far as it comes through h_t, float32 (B, T, C); da; what a chunk gives of it to the state that enters
-    it, with its decay, (B, chunks, 2, C); and its parts of the gradients of weight and bias, (B chunks, 2, C).
-
-    grad (B, T, C) has any strides but the last, which is 1.
-    """
+    it, with its decay, (B, chunks, 2, C); and its parts of the gradients of weight, bias and the bias of a."""
     chunk, batch = tl.program_id(0) % chunks, tl.program_id(0) // chunks
     index, column = tl.arange(0, TIME), tl.arange(0, COLUMNS)
     channel = column < width
     scale, shift = tl.load(weight + column, channel, other=0.0), tl.load(bias + column, channel, other=0.0)
     scale, shift = scale.to(tl.float32)[None], shift.to(tl.float32)[None]
     zeros = tl.zeros((COLUMNS,), tl.float32)
-    d_scale, d_shift, log_total, given = zeros, zeros, zeros, zeros
+    d_scale, d_shift, d_bias, log_total, given = zeros, zeros, zeros, zeros, zeros
     every = tl.cdiv(time, TIME)
     for step in range(tiles):
         tile = chunk * tiles + step
@@ -213,7 +202,7 @@ def condition_backward_kernel(
         if bends:
             gate = y * tl.sigmoid(y)
             slope_of_gate = tl.sigmoid(y) * (1.0 + y * (1.0 - tl.sigmoid(y)))
-        d_h = grad + batch.to(tl.int64) * row_stride + row.to(tl.int64)[:, None] * token_stride + column[None]
+        d_h = grad + (batch.to(tl.int64) * time + row)[:, None] * grad_row + column[None]
         d_h = tl.load(d_h, there, other=0.0).to(tl.float32)
 
         d_affine = d_h * gate
@@ -228,24 +217,29 @@ def condition_backward_kernel(
 
         d_y = d_h * (normed * scale + shift) * slope_of_gate
         along = tl.where(rate_of_a * LEAST_LENGTH < 1.0, tl.sum(d_y * y, 1)[:, None] / (length * length), 0.0)
-        d_a = (d_y - y * along) * (rate_of_a * length) * tl.sigmoid(a)
+        d_a = tl.where(there, (d_y - y * along) * (rate_of_a * length) * tl.sigmoid(a), 0.0)
+        d_bias += tl.sum(d_a, 0)
         tl.store(d_projected + 3 * at + 2 * width + column[None], d_a, there)
     at = tl.program_id(0).to(tl.int64) * (2 * width) + column
     tl.store(summaries + at, log_total, channel)
     tl.store(summaries + at + width, given, channel)
-    tl.store(parts + at, d_scale, channel)
-    tl.store(parts + at + width, d_shift, channel)
+    part = parts + tl.program_id(0).to(tl.int64) * parts_row + column
+    tl.store(part, d_scale, channel)
+    tl.store(part + width, d_shift, channel)
+    tl.store(part + 4 * width, d_bias, channel)
 
 
 @triton.jit
 def state_backward_kernel(
-    projected, keep, start, starts, d_state, d_last, summaries, d_projected, d_hidden, time, chunks, tiles,
-    width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
+    projected, keep, start, starts, d_state, d_last, summaries, d_projected, d_hidden, parts, time, chunks, tiles,
+    parts_row, width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """du_t = dh~_t + e^{-s_{t+1}} du_{t+1},    df_t = -sigmoid(f_t) e^{-s_t} h~_{t-1} du_t, and d h~_0."""
+    """du_t = dh~_t + e^{-s_{t+1}} du_{t+1},    df_t = -sigmoid(f_t) e^{-s_t} h~_{t-1} du_t, and d h~_0; and the
+    parts of the gradients of the biases of f and u."""
     chunk, batch = tl.program_id(0) % chunks, tl.program_id(0) // chunks
     index, column = tl.arange(0, TIME), tl.arange(0, COLUMNS)
     channel = column < width
+    d_f_sum, d_u_sum = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     reached = _gathered(summaries, d_last, batch, chunk, chunks, column, width, -1, CHUNKS)
     every = tl.cdiv(time, TIME)
     for step in range(tiles):
@@ -270,7 +264,59 @@ def state_backward_kernel(
         through = tl.exp(log_decay) * d_u
         reached = _row_at(through, index, 0)
         kept = kept[:, None]
-        tl.store(d_projected + 3 * at + column[None], tl.where(kept, -tl.sigmoid(f) * before * through, 0.0), there)
-        tl.store(d_projected + 3 * at + width + column[None], tl.where(kept, d_u, 0.0), there)
+        d_f = tl.where(kept, -tl.sigmoid(f) * before * through, 0.0)
+        d_u = tl.where(kept, d_u, 0.0)
+        d_f_sum += tl.sum(d_f, 0)
+        d_u_sum += tl.sum(d_u, 0)
+        tl.store(d_projected + 3 * at + column[None], d_f, there)
+        tl.store(d_projected + 3 * at + width + column[None], d_u, there)
+    part = parts + tl.program_id(0).to(tl.int64) * parts_row + 2 * width + column
+    tl.store(part, d_f_sum, channel)
+    tl.store(part + width, d_u_sum, channel)
     if chunk == 0:
         tl.store(d_hidden + batch.to(tl.int64) * width + column, reached, channel)
+
+
+@triton.jit
+def normalize_kernel(
+    x, weight, bias, normed, features, features_row, eps, width: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """x^ = LayerNorm(x) of a token, or x without a weight; and x into the features' first columns."""
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)[None]
+    there = column < width
+    y = tl.load(x + token * width + column, there, other=0.0)
+    tl.store(features + token * features_row + column, y, there)
+    if weight is not None:
+        y, _ = _normed(y.to(tl.float32), there, width, eps)
+        scale, shift = tl.load(weight + column, there, other=0.0), tl.load(bias + column, there, other=0.0)
+        y = y * scale.to(tl.float32) + shift.to(tl.float32)
+    tl.store(normed + token * width + column, y, there)
+
+
+@triton.jit
+def normalize_backward_kernel(
+    grad, d_features, x, weight, d_x, parts, rows, each, features_row, parts_row, eps, width: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dx of `each` tokens, from the gradients of x^ and of the features' first columns; the parts of LayerNorm's."""
+    column = tl.arange(0, COLUMNS)[None]
+    there = column < width
+    d_scale, d_shift = tl.zeros((1, COLUMNS), tl.float32), tl.zeros((1, COLUMNS), tl.float32)
+    for step in range(each):
+        token = (tl.program_id(0) * each + step).to(tl.int64)
+        inside = column < tl.where(token < rows, width, 0)
+        d_y = tl.load(grad + token * width + column, inside, other=0.0).to(tl.float32)
+        total = tl.load(d_features + token * features_row + column, inside, other=0.0).to(tl.float32)
+        if weight is not None:
+            y = tl.load(x + token * width + column, inside, other=0.0).to(tl.float32)
+            normed, rate = _normed(y, inside, width, eps)
+            d_scale += d_y * normed
+            d_shift += d_y
+            d_y *= tl.load(weight + column, there, other=0.0).to(tl.float32)
+            slope = tl.sum(d_y * normed, 1)[:, None] / width
+            d_y = rate * (d_y - tl.sum(d_y, 1)[:, None] / width - normed * slope)
+        tl.store(d_x + token * width + column, total + d_y, inside)
+    if weight is not None:
+        part = parts + tl.program_id(0).to(tl.int64) * parts_row + column
+        tl.store(part, d_scale, there)
+        tl.store(part + width, d_shift, there)

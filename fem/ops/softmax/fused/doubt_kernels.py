@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fem.ops.common.triton_math import logarithm, softplus
-from fem.ops.softmax.fused.elementwise_kernels import is_doubtful, load_scheme
+from fem.ops.softmax.fused.elementwise_kernels import is_doubtful, load_scheme, slope_of_beta
 
 
 @triton.jit
@@ -62,11 +62,34 @@ def weights(log_p, f, free_energy, d_free, rate, doubtful):
 
 
 @triton.jit
+def row_logits(
+    logits, up, bias, token, head, column, there, row: tl.constexpr, width: tl.constexpr, RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Logits of a gate for some columns of a token's head."""
+    at = head * width + column
+    if RANK == 0:
+        return tl.load(logits + token * row + at, there, other=0.0).to(tl.float32)
+    else:
+        found = tl.zeros_like(column).to(tl.float32)
+        for first in tl.static_range(0, RANK, BLOCK):
+            inner = first + tl.arange(0, BLOCK)
+            z = tl.load(logits + token * row + inner, inner < RANK, other=0.0).to(tl.float32)
+            u = tl.load(up + at[:, None] * RANK + inner[None], there[:, None] & (inner < RANK)[None], other=0.0)
+            found += tl.sum(u.to(tl.float32) * z[None], 1)
+        if bias is not None:
+            found += tl.load(bias + at, there, other=0.0).to(tl.float32)
+        return found
+
+
+@triton.jit
 def doubtful_rows_kernel(
-    q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, time, tiles, scale, eps,
-    q_row: tl.constexpr, k_row: tl.constexpr, v_row: tl.constexpr, inner_row: tl.constexpr, outer_row: tl.constexpr,
+    q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, inner_up, inner_bias, outer_up, outer_bias, o, time,
+    tiles, scale, eps, q_row: tl.constexpr, k_row: tl.constexpr, v_row: tl.constexpr, inner_row: tl.constexpr,
+    outer_row: tl.constexpr,
     heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
-    SHARED: tl.constexpr, GATED: tl.constexpr, MIXED: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
+    SHARED: tl.constexpr, GATED: tl.constexpr, MIXED: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE: tl.constexpr,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """The doubtful F of FLAGS tiles: into `exact` (B, T, H, FREE), or where MIXED, mixed and gated, into o."""
@@ -100,13 +123,22 @@ def doubtful_rows_kernel(
                     u = free_energy
                     if SHARED:
                         mean = tl.load(out + (token * heads + head) * (MEAN + FREE) + channel, there, other=0.0)
-                        logit = tl.load(inner + token * inner_row + head * SOURCE + channel, there, other=0.0)
-                        u = mean.to(tl.float32) + tl.sigmoid(logit.to(tl.float32)) * (free_energy - mean.to(tl.float32))
+                        logit = row_logits(
+                            inner, inner_up, inner_bias, token, head, channel, there, inner_row, SOURCE, RANK, BLOCK
+                        )
+                        u = mean.to(tl.float32) + tl.sigmoid(logit) * (free_energy - mean.to(tl.float32))
                     if GATED:
-                        logits = outer + token * outer_row + head * SOURCE
-                        s = softplus(tl.load(logits + column, column < SOURCE, other=0.0).to(tl.float32))
+                        logit = row_logits(
+                            outer, outer_up, outer_bias, token, head, column, column < SOURCE, outer_row, SOURCE, RANK,
+                            BLOCK,
+                        )  # fmt: skip
+                        s = softplus(logit)
                         r = tl.rsqrt(tl.sum(tl.where(column < SOURCE, s * s, 0.0)) / SOURCE + eps)
-                        u *= r * softplus(tl.load(logits + FREE_AT + channel, there, other=0.0).to(tl.float32))
+                        logit = row_logits(
+                            outer, outer_up, outer_bias, token, head, FREE_AT + channel, there, outer_row, SOURCE, RANK,
+                            BLOCK,
+                        )  # fmt: skip
+                        u *= r * softplus(logit)
                     tl.store(o + (token * heads + head) * SOURCE + FREE_AT + channel, u, doubtful)
                 else:
                     tl.store(exact + (token * heads + head) * FREE + channel, free_energy, doubtful)
@@ -114,13 +146,13 @@ def doubtful_rows_kernel(
 
 @triton.jit
 def doubtful_queries_backward_kernel(
-    q, k, v, lse, out, scheme, beta, exact, flags, d_free, d_q, d_beta, time, tiles, scale,
+    q, k, v, lse, out, scheme, beta, exact, flags, d_free, d_q, d_theta, time, tiles, scale,
     q_row: tl.constexpr, k_row: tl.constexpr, v_row: tl.constexpr, d_q_row: tl.constexpr,
     heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
     SHARED: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
     CHANNELS: tl.constexpr, WIDE: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """Adds to d_q, and to d_beta of the first of FLAGS tiles, what goes through the doubtful entries of these."""
+    """Adds to d_q, and to d_theta of the first of FLAGS tiles, what goes through the doubtful entries of these."""
     head, first, batch = tl.program_id(0), tl.program_id(1) * FLAGS, tl.program_id(2)
     if any_raised(flags, (batch * heads + head) * tiles + first, tiles - first, FLAGS):
         channel, wide = tl.arange(0, CHANNELS), tl.arange(0, WIDE)
@@ -152,8 +184,8 @@ def doubtful_queries_backward_kernel(
                 tl.store(to, before + scale * q_sum, wide < KEY)
                 beta_sum += d_row / rate * tilt
         FREE_ROW: tl.constexpr = heads * FREE
-        to = d_beta + (batch * tiles + first) * FREE_ROW + head * FREE + channel
-        tl.store(to, tl.load(to, there, other=0.0) + beta_sum, there)
+        to = d_theta + (batch * tiles + first) * FREE_ROW + head * FREE + channel
+        tl.store(to, tl.load(to, there, other=0.0) + beta_sum * slope_of_beta(rate), there)
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """Triton kernels for what is elementwise in a softmax layer: rotation, [v | e], the free energy and both gates.
 
+    v (1 + W h), where h are the conditioner's features                                                      (Eq. 34b)
     e = exp(beta (f - c))        [mean | R] = attention(q, k, [v | e])
     F = c + log(R) / beta        o = g ((1 - lambda) mean + lambda F)
 
@@ -10,12 +11,25 @@ that holds it raises a flag in memory, for the kernels of `doubt`. The host neve
 A tile is a block of tokens of one head. Tensors are (B, T, H, d); `*_row` is the distance from one token to the next:
 q, k, v and the gates' logits may be columns of one wide tensor. The first MEAN columns of a head of [v | e] are v, the
 last FREE are e. SHARED: each channel reads both, so f is v; else v and f are columns of one tensor, [v | f].
+
+RANK: of slim gates, whose logits are U z + b; `inner` and `outer` are then z, (B, T, RANK), and the kernels multiply.
 """
 
 import triton
 import triton.language as tl
 
-from fem.ops.common.triton_math import LEAST_PROVEN, energy, gate, level, lifted, softplus, turn
+from fem.ops.common.triton_math import (
+    INTERPRETED,
+    LEAST_PROVEN,
+    energy,
+    exact_softplus,
+    exp_minus_1,
+    gate,
+    level,
+    lifted,
+    softplus,
+    turn,
+)
 
 
 @triton.jit
@@ -30,6 +44,76 @@ def load_scheme(scheme, beta, batch, head, heads, FREE: tl.constexpr, channel, t
     row = scheme + batch * 2 * channels + at
     shift = tl.load(row, there, other=0.0)
     return shift, tl.load(row + channels, there, other=1.0) > 0, tl.load(beta + at, there, other=1.0)
+
+
+@triton.jit
+def product(x, token, rows, x_row, weight, head, width: tl.constexpr, INNER: tl.constexpr, column, BLOCK: tl.constexpr):
+    """x W^T of a tile of tokens, for the columns of a head, from x (tokens, INNER) and W (H width, INNER)."""
+    total = tl.zeros((rows.shape[0], column.shape[0]), tl.float32)
+    for first in tl.static_range(0, INNER, BLOCK):
+        inner = first + tl.arange(0, BLOCK)
+        left = tl.load(x + token * x_row + inner[None], rows[:, None] & (inner < INNER)[None], other=0.0)
+        right = weight + (head * width + column)[None] * INNER + inner[:, None]
+        right = tl.load(right, (column < width)[None] & (inner < INNER)[:, None], other=0.0)
+        if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def load_logits(
+    logits, up, bias, token, rows, head, column, row: tl.constexpr, width: tl.constexpr, RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Logits of a gate for a tile of tokens of a head."""
+    if RANK == 0:
+        inside = rows[:, None] & (column < width)[None]
+        return tl.load(logits + token * row + head * width + column[None], inside, other=0.0).to(tl.float32)
+    else:
+        found = product(logits, token, rows, row, up, head, width, RANK, column, BLOCK)
+        if bias is not None:
+            found += tl.load(bias + head * width + column, column < width, other=0.0).to(tl.float32)[None]
+        return found
+
+
+@triton.jit
+def slope_of_beta(beta):
+    """d beta / d theta = 1 - e^-beta, of beta = softplus(theta + its start)."""
+    return tl.where(beta < 1.0, -exp_minus_1(-tl.minimum(beta, 1.0)), 1.0 - tl.exp(-beta))
+
+
+@triton.jit
+def modulate_kernel(
+    v, h, weight, values, tokens, v_row: tl.constexpr, h_row: tl.constexpr, SOURCE: tl.constexpr,
+    CONTEXT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """values = v (1 + W h)."""
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    column, row = tl.arange(0, COLUMNS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    token, rows = row.to(tl.int64)[:, None], row < tokens
+    inside = rows[:, None] & (column < SOURCE)[None]
+    eta = product(h, token, rows, h_row, weight, head, SOURCE, CONTEXT, column, BLOCK)
+    x = tl.load(v + token * v_row + head * SOURCE + column[None], inside, other=0.0).to(tl.float32)
+    tl.store(values + token * heads * SOURCE + head * SOURCE + column[None], x * (1.0 + eta), inside)
+
+
+@triton.jit
+def modulate_backward_kernel(
+    v, h, weight, d_values, d_v, d_eta, tokens, v_row: tl.constexpr, h_row: tl.constexpr, SOURCE: tl.constexpr,
+    CONTEXT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dv = (1 + W h) d values, whose tokens lie as v's do, and d(W h) = v d values."""
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    column, row = tl.arange(0, COLUMNS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    token, rows = row.to(tl.int64)[:, None], row < tokens
+    inside = rows[:, None] & (column < SOURCE)[None]
+    eta = product(h, token, rows, h_row, weight, head, SOURCE, CONTEXT, column, BLOCK)
+    at, packed = token * v_row + head * SOURCE + column[None], token * heads * SOURCE + head * SOURCE + column[None]
+    d = tl.load(d_values + packed, inside, other=0.0).to(tl.float32)
+    x = tl.load(v + at, inside, other=0.0).to(tl.float32)
+    tl.store(d_v + at, d * (1.0 + eta), inside)
+    tl.store(d_eta + packed, d * x, inside)
 
 
 @triton.jit
@@ -60,16 +144,22 @@ def rotate_kernel(
 
 @triton.jit
 def extremes_kernel(
-    v, extremes, time, part, v_row: tl.constexpr, FREE_AT: tl.constexpr, SOURCE: tl.constexpr, FREE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    v, theta, beta, extremes, time, first, v_row: tl.constexpr, FREE_AT: tl.constexpr, SOURCE: tl.constexpr,
+    FREE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The least and the greatest f among `part` tokens of each sequence: extremes (B, parts, 2, H_kv FREE)."""
+    """The least and the greatest f among PART tokens of each sequence: extremes (B, parts, 2, H_kv FREE); and
+    beta = softplus(theta + first), or 1 without a theta."""
     head, step, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     channel = tl.arange(0, COLUMNS)
     there = channel < FREE
+    if (step == 0) & (batch == 0):
+        rate = tl.full((COLUMNS,), 1.0, tl.float32)
+        if theta is not None:
+            rate = exact_softplus(tl.load(theta + head * FREE + channel, there, other=0.0).to(tl.float32) + first)
+        tl.store(beta + head * FREE + channel, rate, there)
     low = tl.full((ROWS, COLUMNS), float("inf"), tl.float32)
     high = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
-    for start in range(step * part, min(step * part + part, time), ROWS):
+    for start in range(step * PART, min(step * PART + PART, time), ROWS):
         row = start + tl.arange(0, ROWS)
         inside = (row < time)[:, None] & there[None]
         at = (batch * time + row).to(tl.int64)[:, None] * v_row + head * SOURCE + FREE_AT + channel[None]
@@ -125,10 +215,11 @@ def pack_kernel(
 
 @triton.jit
 def pack_backward_kernel(
-    d_both, v, scheme, beta, d_v, d_beta, time, v_row: tl.constexpr, d_v_row: tl.constexpr, SOURCE: tl.constexpr,
+    d_both, v, scheme, beta, d_v, d_theta, time, v_row: tl.constexpr, d_v_row: tl.constexpr, SOURCE: tl.constexpr,
     MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """df = beta exp(z) de, which d_v gets beside the mean's gradient; d_beta: of this tile, sum_i exp(z) de (f - c)."""
+    """df = beta exp(z) de, which d_v gets beside the mean's gradient; d_theta: of this tile,
+    sum_i exp(z) de (f - c) dbeta/dtheta."""
     head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(0)
     channel, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
@@ -152,64 +243,71 @@ def pack_backward_kernel(
         tl.store(d_v + target + MEAN, rate[None] * d_f, inside)
     beta_part = tl.sum(tl.where(inside, d_f * x, 0.0), 0)
     at = (batch * tl.num_programs(1) + tile) * heads * FREE + head * FREE + channel
-    tl.store(d_beta + at, beta_part, there)
+    tl.store(d_theta + at, beta_part * slope_of_beta(rate), there)
 
 
 @triton.jit
 def mix_kernel(
-    out, inner, outer, scheme, beta, o, flags, time, eps, inner_row: tl.constexpr, outer_row: tl.constexpr,
-    GROUP: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    out, inner, outer, inner_up, inner_bias, outer_up, outer_bias, scheme, beta, o, flags, time, eps,
+    inner_row: tl.constexpr, outer_row: tl.constexpr, GROUP: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
+    SHARED: tl.constexpr, GATED: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """o = g u, u = (1 - lambda) mean + lambda F where SHARED, else [mean, F]; a flag is 1 where the tile holds doubt.
 
     inner, outer: logits of lambda and g. lambda = sigmoid(inner), g = RMSNorm of softplus(outer) over a head, or 1.
     """
     head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads, width = tl.num_programs(0), FREE if SHARED else MEAN + FREE
+    heads = tl.num_programs(0)
+    width: tl.constexpr = FREE if SHARED else MEAN + FREE
     column, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
-    token = (batch * time + row).to(tl.int64)[:, None]
-    inside = (row < time)[:, None] & (column < width)[None]
+    token, rows = (batch * time + row).to(tl.int64)[:, None], row < time
+    inside = rows[:, None] & (column < width)[None]
     summed = out + token * heads * (MEAN + FREE) + head * (MEAN + FREE) + column[None]
     u = tl.load(summed, inside, other=0.0).to(tl.float32)
     if FREE > 0:
         channel = column if SHARED else column - MEAN
         there = (channel >= 0) & (channel < FREE)
         shift, narrow, rate = load_scheme(scheme, beta, batch, head // GROUP, heads // GROUP, FREE, channel, there)
-        in_free = (row < time)[:, None] & there[None]
+        in_free = rows[:, None] & there[None]
         total = tl.load(summed + MEAN, in_free, other=1.0).to(tl.float32) if SHARED else tl.where(in_free, u, 1.0)
         doubtful = is_doubtful(total, narrow[None])
         lift, _ = level(total, narrow[None], doubtful)
         free_energy = shift[None] + lift / rate[None]
         if SHARED:
-            logit = tl.load(inner + token * inner_row + head * width + column[None], inside, other=0.0)
-            u += tl.sigmoid(logit.to(tl.float32)) * (free_energy - u)
+            logit = load_logits(
+                inner, inner_up, inner_bias, token, rows, head, column, inner_row, width, RANK, BLOCK
+            )  # fmt: skip
+            u += tl.sigmoid(logit) * (free_energy - u)
         else:
             u = tl.where(in_free, free_energy, u)
         flag = flags + (batch * heads + head) * tl.num_programs(1) + tile
         tl.store(flag, tl.max(doubtful.to(tl.int32)))
     if GATED:
-        logit = tl.load(outer + token * outer_row + head * width + column[None], inside, other=0.0)
+        logit = load_logits(outer, outer_up, outer_bias, token, rows, head, column, outer_row, width, RANK, BLOCK)
         u *= gate(logit, inside, width, eps)
     tl.store(o + token * heads * width + head * width + column[None], u, inside)
 
 
 @triton.jit
 def mix_backward_kernel(
-    d_o, out, inner, outer, scheme, beta, exact, flags, d_out, d_inner, d_outer, d_free, d_beta, time, eps,
+    d_o, out, inner, outer, inner_up, inner_bias, outer_up, outer_bias, scheme, beta, exact, flags, d_out, d_inner,
+    d_outer, d_biases, d_free, d_theta, time, eps,
     inner_row: tl.constexpr, outer_row: tl.constexpr, d_inner_row: tl.constexpr, d_outer_row: tl.constexpr,
     GROUP: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """du = g do; ds = r (h - r^2 mean(h s) s), h = u do, r the norm's factor; dR = dF / (beta R).
 
-    d_beta: of this tile, -sum_t dF (F - c) / beta. Doubtful entries pass no dR: their dF goes to d_free.
+    d_theta: of this tile, -sum_t dF (F - c) / beta dbeta/dtheta. Doubtful entries pass no dR: their dF goes to d_free.
+    d_biases (B tiles, 2 or 1, H width): of slim gates, of this tile, the gradients of lambda's bias and of g's.
     """
     head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads, width = tl.num_programs(0), FREE if SHARED else MEAN + FREE
+    heads = tl.num_programs(0)
+    width: tl.constexpr = FREE if SHARED else MEAN + FREE
     column, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
-    token = (batch * time + row).to(tl.int64)[:, None]
-    inside = (row < time)[:, None] & (column < width)[None]
+    token, rows = (batch * time + row).to(tl.int64)[:, None], row < time
+    inside = rows[:, None] & (column < width)[None]
     summed = token * heads * (MEAN + FREE) + head * (MEAN + FREE) + column[None]
     u = tl.load(out + summed, inside, other=0.0).to(tl.float32)
     d_u = tl.load(d_o + token * heads * width + head * width + column[None], inside, other=0.0).to(tl.float32)
@@ -217,7 +315,7 @@ def mix_backward_kernel(
         channel = column if SHARED else column - MEAN
         there = (channel >= 0) & (channel < FREE)
         shift, narrow, rate = load_scheme(scheme, beta, batch, head // GROUP, heads // GROUP, FREE, channel, there)
-        in_free = (row < time)[:, None] & there[None]
+        in_free = rows[:, None] & there[None]
         total = tl.load(out + summed + MEAN, in_free, other=1.0).to(tl.float32) if SHARED else tl.where(in_free, u, 1.0)
         doubtful = is_doubtful(total, narrow[None])
         lift, slope = level(total, narrow[None], doubtful)
@@ -229,23 +327,34 @@ def mix_backward_kernel(
             free_energy = tl.where(doubtful, known, free_energy)
         gap = free_energy - u
         if SHARED:
-            logit = tl.load(inner + token * inner_row + head * width + column[None], inside, other=0.0)
-            lambda_ = tl.sigmoid(logit.to(tl.float32))
+            logit = load_logits(
+                inner, inner_up, inner_bias, token, rows, head, column, inner_row, width, RANK, BLOCK
+            )  # fmt: skip
+            lambda_ = tl.sigmoid(logit)
             u += lambda_ * gap
         else:
             u = tl.where(in_free, free_energy, u)
     if GATED:
-        logit = tl.load(outer + token * outer_row + head * width + column[None], inside, other=0.0).to(tl.float32)
+        logit = load_logits(outer, outer_up, outer_bias, token, rows, head, column, outer_row, width, RANK, BLOCK)
         s = tl.where(inside, softplus(logit), 0.0)
         r = tl.rsqrt(tl.sum(s * s, 1) / width + eps)[:, None]
         h = d_u * u
         d_s = r * (h - r * r * (tl.sum(h * s, 1) / width)[:, None] * s)
-        tl.store(d_outer + token * d_outer_row + head * width + column[None], d_s * tl.sigmoid(logit), inside)
+        d_logit = tl.where(inside, d_s * tl.sigmoid(logit), 0.0)
+        tl.store(d_outer + token * d_outer_row + head * width + column[None], d_logit, inside)
+        if RANK > 0:
+            last = (batch * tl.num_programs(1) + tile) * (SHARED + 1) + SHARED
+            at = d_biases + (last * heads + head) * width + column
+            tl.store(at, tl.sum(d_logit, 0), column < width)
         d_u *= r * s
     if FREE > 0:
         if SHARED:
-            d_logit = d_u * gap * lambda_ * (1 - lambda_)
+            d_logit = tl.where(inside, d_u * gap * lambda_ * (1 - lambda_), 0.0)
             tl.store(d_inner + token * d_inner_row + head * width + column[None], d_logit, inside)
+            if RANK > 0:
+                first = (batch * tl.num_programs(1) + tile) * (GATED + 1)
+                at = d_biases + (first * heads + head) * width + column
+                tl.store(at, tl.sum(d_logit, 0), column < width)
             d_f = d_u * lambda_
             tl.store(d_out + summed, d_u - d_f, inside)
             tl.store(d_out + summed + MEAN, d_f * slope / rate[None], inside)
@@ -256,6 +365,6 @@ def mix_backward_kernel(
             tl.store(d_free + kept, d_f, in_free & doubtful)
         beta_part = -tl.sum(tl.where(in_free & (doubtful == 0), d_f * lift, 0.0), 0) / (rate * rate)
         at = (batch * tl.num_programs(1) + tile) * heads * FREE + head * FREE + channel
-        tl.store(d_beta + at, beta_part, there)
+        tl.store(d_theta + at, beta_part * slope_of_beta(rate), there)
     else:
         tl.store(d_out + summed, d_u, inside)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
 from jaxtyping import Float
 from torch import Tensor
@@ -14,6 +12,11 @@ from torch import Tensor
 TILE_NUMBERS = 1024  # of a tile, 8 for each of 128 threads
 SPANS = 8  # programs that share the flags of a head
 KEYS = 64  # a block of keys of the kernels of doubt
+PART = 256  # tokens whose extremes one program finds
+LEAST, MOST_INNER = (
+    16,
+    64,
+)  # rows and columns of a tile that is multiplied: tensor cores take no fewer; more go in steps
 
 
 class Form(NamedTuple):
@@ -21,7 +24,7 @@ class Form(NamedTuple):
 
     mean, free: columns of a head of [mean | R]. shared: whether these are the same channels. rank: of slim gates, whose
     first maps are columns of the product and whose second maps are tensors; 0: full gates, columns of the product.
-    has_values: whether v is columns of the product, or a tensor of its own.
+    context: columns of the conditioner's features, behind the layer's input.
     """
 
     heads: int
@@ -34,7 +37,7 @@ class Form(NamedTuple):
     rotary: bool
     gated: bool
     rank: int
-    has_values: bool
+    context: int
     flash: bool
 
     @property
@@ -55,27 +58,11 @@ class Form(NamedTuple):
         """q, k, v and the logits of lambda and g, (B, T, H, d) each, of slim gates what their first maps give,
         (B, T, 1, r): columns of the product; None: not there."""
         gate = (1, self.rank) if self.rank else (self.heads, self.width)
-        shapes = (
-            (self.heads, self.key_width),
-            (self.kv_heads, self.key_width),
-            (self.kv_heads, self.width),
-            gate,
-            gate,
-        )
-        there = (True, True, self.has_values, self.shared, self.gated)
-        columns = iter(joint.split_with_sizes([h * w for (h, w), is_there in zip(shapes, there) if is_there], -1))
-        rows = joint.shape[:2]
-        return [next(columns).view(*rows, *shape) if is_there else None for shape, is_there in zip(shapes, there)]
-
-    def logits(self, gates: Sequence[Tensor | None], ups: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The logits of lambda and g, (B, T, H, d), from the last two parts and the second maps of slim gates."""
-        if not self.rank:
-            return list(gates)
-        maps = zip(gates, ups[::2], ups[1::2])
-        shape = (self.heads, self.width)
-        return [
-            None if z is None else _linear(z.flatten(0, 2), up, bias).view(*z.shape[:2], *shape) for z, up, bias in maps
-        ]
+        shapes = [(self.heads, self.key_width), (self.kv_heads, self.key_width), (self.kv_heads, self.width)]
+        shapes += [gate] * (self.shared + self.gated)
+        columns = joint.split_with_sizes([heads * width for heads, width in shapes], -1)
+        q, k, v, *gates = (y.view(*y.shape[:2], *shape) for y, shape in zip(columns, shapes))
+        return [q, k, v, gates[0] if self.shared else None, gates[-1] if self.gated else None]
 
 
 class Sizes(NamedTuple):
@@ -83,11 +70,19 @@ class Sizes(NamedTuple):
 
     tiles: int
     flags: int  # of a program that shares the flags of a head
+    group_flags: int  # of a program that shares those of a group of heads
+    most_parts: int  # of a sequence, whose extremes are found apart: a power of 2
     reads: tuple[int, int, int]  # grids: of the tiles of queries, of values,
     values: tuple[int, int, int]
-    spans: tuple[int, int, int]  # of the programs that share flags
+    spans: tuple[int, int, int]  # of the programs that share flags, of the parts of sequences,
+    parts: tuple[int, int, int]
+    turns: tuple[int]  # of the tiles that are rotated, of those that the conditioner scales
+    scaled: tuple[int, int]
     mix: dict[str, int]
     pack: dict[str, int]
+    extremes: dict[str, int]
+    rotate: dict[str, int]
+    modulate: dict[str, int]
     doubt: dict[str, int]
 
 
@@ -102,24 +97,41 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
     halves = {"MEAN": form.mean, "FREE": form.free, "SHARED": form.shared}
     tile = {"ROWS": rows, "COLUMNS": columns}
     group = {"GROUP": form.heads // form.kv_heads}
+    block = lambda inner: min(MOST_INNER, max(LEAST, power(inner)))  # noqa: E731
+    slim = {"RANK": form.rank, "BLOCK": block(form.rank)}
+    scaled = {"SOURCE": form.width, "CONTEXT": form.context, "BLOCK": block(form.context), "ROWS": 64}
     doubtful = {"heads": form.heads, **group, "KEY": form.key_width, **halves, "CAUSAL": form.causal, "TILE": rows}
+    half = power(form.key_width // 2)
+    turned, parts, heads = max(1, TILE_NUMBERS // half), triton.cdiv(time, PART), form.heads + form.kv_heads
+    extremes = {"FREE_AT": 0 if form.shared else form.mean, "SOURCE": form.width, "FREE": form.free, "PART": PART}
     doubtful |= {"KEYS": KEYS, "CHANNELS": power(max(form.free, 1)), "WIDE": power(form.key_width)}
     return Sizes(
         tiles,
         flags,
+        power(tiles * form.heads // form.kv_heads),
+        power(parts),
         reads=(form.heads, tiles, batch),
         values=(form.kv_heads, tiles, batch),
         spans=(form.heads, triton.cdiv(tiles, flags), batch),
-        mix={**group, **halves, "GATED": form.gated, **tile},
+        parts=(form.kv_heads, parts, batch),
+        turns=(heads * triton.cdiv(batch * time, turned),),
+        scaled=(form.kv_heads, triton.cdiv(batch * time, scaled["ROWS"])),
+        mix={
+            **group,
+            **halves,
+            **slim,
+            "GATED": form.gated,
+            **tile,
+            "COLUMNS": max(columns, LEAST if form.rank else 1),
+        },
         pack={**halves, **tile},
+        extremes={**extremes, "ROWS": rows, "COLUMNS": doubtful["CHANNELS"]},
+        rotate={"WIDTH": form.key_width, "ROWS": turned, "HALF": half},
+        modulate={**scaled, "COLUMNS": max(columns, LEAST)},
         doubt=doubtful,
     )
 
 
 def rows_of_tile(form: Form) -> int:
     """Tokens of a tile."""
-    return max(1, TILE_NUMBERS // triton.next_power_of_2(form.width))
-
-
-def _linear(z: Float[Tensor, "n r"], weight: Float[Tensor, "w r"], bias: Float[Tensor, " w"] | None) -> Tensor:
-    return z @ weight.T if bias is None else torch.addmm(bias, z, weight.T)
+    return max(LEAST if form.rank else 1, TILE_NUMBERS // triton.next_power_of_2(form.width))

@@ -3,8 +3,9 @@
     [q | k | v | inner | outer] = W x + b        o = g ((1 - lambda) mean + lambda F)               (Eq. 4, 7, 10, 11)
 
 The product's result is one tensor, of which the kernels read and write columns: q and k are turned in place, and the
-gradients of all maps are written side by side, so that one product makes dW and one dx. Beside products, sums over
-tokens and torch's attention there are 5 launches forward and 7 backward. Nothing waits for the host.
+gradients of all maps are written side by side, so that one product makes dW and one dx. Where x is [x, h], with the
+conditioner's features, v has weights of 0 for h, and is multiplied by 1 + W_v h. Beside products, sums over tokens and
+torch's attention there are 5 launches forward and 7 backward, with a conditioner 6 and 8. Nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from jaxtyping import Float
 from torch import Tensor
 
@@ -24,47 +24,70 @@ from fem.ops.common.operator import operator
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as K
 from fem.ops.softmax.fused import fused_attention
-from fem.ops.softmax.fused.layer_form import SPANS, TILE_NUMBERS, Form, Sizes, rows_of_tile, sizes_of
+from fem.ops.softmax.fused.layer_form import SPANS, Form, Sizes, rows_of_tile, sizes_of
 
 BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
-PART = 256  # tokens whose extremes one program finds
+
+
+class Options(NamedTuple):
+    """What a read is called with beside tensors."""
+
+    form: Form
+    scale: float
+    eps: float
+    beta_start: float  # beta = softplus(theta + beta_start)
 
 
 def mixed_read(
-    form: Form,
-    scale: float,
-    eps: float,
+    options: Options,
+    weights: Sequence[Float[Tensor, "_ _"]],
+    biases: Sequence[Float[Tensor, "_"] | None] | None,
     x: Float[Tensor, "b t f"],
-    weight: Float[Tensor, "c f"],
-    bias: Float[Tensor, " c"] | None,
-    values: Float[Tensor, "b t hkv d"] | None,
+    value_scale: Float[Tensor, "v c"] | None,
     inner_up: Float[Tensor, "w r"] | None,
     inner_bias: Float[Tensor, " w"] | None,
     outer_up: Float[Tensor, "w r"] | None,
     outer_bias: Float[Tensor, " w"] | None,
-    beta: Float[Tensor, "hkv df"] | None,
+    theta: Float[Tensor, "hkv df"] | None,
     cos: Float[Tensor, "t p"] | None,
     sin: Float[Tensor, "t p"] | None,
 ) -> Float[Tensor, "b t h d"]:
-    """o of a whole sequence of 16-bit numbers, differentiable once. beta, cos and sin are float32.
+    """o of a whole sequence of 16-bit numbers, differentiable once. cos and sin are float32.
 
-    values: v where it is no columns of the product. inner_up to outer_bias: the second maps of slim gates.
+    weights, biases: of the maps of x, in the order of the product's columns; a bias of None is 0. value_scale: W_v.
+    inner_up to outer_bias: the second maps of slim gates. theta: of beta, which is 1 without one.
     Raises RuntimeError where its gradient is to be differentiated.
     """
-    tensors = (x, weight, bias, values, inner_up, inner_bias, outer_up, outer_bias, beta, cos, sin)
+    tensors = value_scale, inner_up, inner_bias, outer_up, outer_bias, theta, cos, sin
     if torch.compiler.is_compiling():
-        return _operator(*tensors, list(map(int, form)), scale, eps)[0]
-    return _MixedRead.apply(*tensors, form, scale, eps)
+        return _operator(x, *joined(x, weights, biases), *tensors, list(map(int, options.form)), *options[1:])[0]
+    return _MixedRead.apply(options, len(weights), x, *tensors, *weights, *(biases or ()))
 
 
-def prefill(form: Form, scale: float, eps: float, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def prefill(options: Options, weights, biases, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """`mixed_read` without a gradient, and the turned keys and the values that a cache keeps, (B, T, H_kv, .)."""
+    inputs, form = (x, *joined(x, weights, biases), *tensors), options.form
     if torch.compiler.is_compiling():
-        o, joint, *_ = _operator(*tensors, list(map(int, form)), scale, eps)
+        o, joint, *rest = _operator(*inputs, list(map(int, form)), *options[1:])
     else:
-        o, joint, *_ = _mixed_forward(*tensors, form, scale, eps)
+        o, joint, *rest = _mixed_forward(*inputs, *options)
     _, k, v, *_ = form.parts(joint)
-    return o, k, tensors[3] if v is None else v
+    return o, k, rest[0] if form.context else v
+
+
+def joined(
+    x: Float[Tensor, "b t f"],
+    weights: Sequence[Float[Tensor, "_ _"]],
+    biases: Sequence[Float[Tensor, "_"] | None] | None,
+) -> tuple[Float[Tensor, "c f"], Float[Tensor, " c"] | None]:
+    """W and b of all maps, in x's dtype; a weight is 0 for those features of x that its map does not read."""
+    inputs = x.shape[-1]
+    weight = torch.cat([w if w.shape[1] == inputs else F.pad(w, (0, inputs - w.shape[1])) for w in weights])
+    if biases is None:
+        return weight.to(x.dtype), None
+    without = sum(len(w) for w, b in zip(weights, biases) if b is None)  # they are the last ones
+    zeros = [weights[0].new_zeros(without)] if without else []
+    return weight.to(x.dtype), torch.cat([b for b in biases if b is not None] + zeros).to(x.dtype)
 
 
 _TENSORS = 11
@@ -74,10 +97,13 @@ class _MixedRead(torch.autograd.Function):
     """o, in eager calls; a compiled graph has the operators below."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        kept = _mixed_forward(*inputs)
-        ctx.save_for_backward(*inputs[:_TENSORS], *kept)
-        ctx.options = inputs[_TENSORS:]
+    def forward(ctx, options, maps, x, *inputs):
+        others, weights, biases = inputs[: _TENSORS - 3], inputs[_TENSORS - 3 :][:maps], inputs[_TENSORS - 3 + maps :]
+        tensors = (x, *joined(x, weights, biases or None), *others)
+        kept = _mixed_forward(*tensors, *options)
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.options, ctx.dtype = options, weights[0].dtype
+        ctx.shapes, ctx.biased = [w.shape for w in weights], [b is not None for b in biases]
         return kept[0]
 
     @staticmethod
@@ -87,7 +113,24 @@ class _MixedRead(torch.autograd.Function):
                 "the fused softmax layer is differentiable once, got create_graph=True; a layer whose configuration "
                 'has backend="plain" is differentiable any number of times.'
             )
-        return *_mixed_backward(grad, ctx.saved_tensors, *ctx.options), *[None] * 5
+        gradients = _mixed_backward(grad, ctx.saved_tensors, *ctx.options)
+        d_x, d_weight, d_bias, *others = _of_inputs(gradients, ctx.saved_tensors)
+        rows = [shape[0] for shape in ctx.shapes]
+        d_weights = d_weight.to(ctx.dtype).split_with_sizes(rows)
+        d_weights = [d if d.shape == shape else d[:, : shape[1]] for d, shape in zip(d_weights, ctx.shapes)]
+        d_biases = d_bias.to(ctx.dtype).split_with_sizes(rows) if ctx.biased else ()
+        d_biases = [d if biased else None for d, biased in zip(d_biases, ctx.biased)]
+        return None, None, d_x, *others, None, None, *d_weights, *d_biases
+
+
+def _of_inputs(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients of the first nine inputs, from what `_mixed_backward` returns."""
+    *first, d_ups, d_up_biases, d_theta = gradients
+    ups, rows = inputs[4:8], 0
+    for up, bias in zip(ups[::2], ups[1::2]):
+        first += [None if up is None else d_ups[rows], None if bias is None else d_up_biases[rows]]
+        rows += up is not None
+    return [*first, d_theta]
 
 
 def _on_its_device(function: Callable) -> Callable:
@@ -103,46 +146,57 @@ def _on_its_device(function: Callable) -> Callable:
 
 @_on_its_device
 def _mixed_forward(*inputs) -> list[Tensor]:
-    """o, and what the backward needs: the product, where a free energy is read [v | e], then [mean | R] where o is
-    another tensor, the scheme and the flags of a free energy, and the logarithms of attention's sums.
+    """o, and what the backward needs: the product, with a conditioner the values, where a free energy is read [v | e],
+    beta, the scheme and the flags, [mean | R] where o is another tensor, and the logarithms of attention's sums.
     """
-    x, weight, bias, values, *ups, beta, cos, sin, form, scale, eps = inputs
+    x, weight, bias, value_scale, *ups, theta, cos, sin, form, scale, eps, start = inputs
     joint = F.linear(x, weight, bias)
     q, k, v, *gates = form.parts(joint)
-    v = values if v is None else v
-    (batch, time), sizes = q.shape[:2], sizes_of(form, *q.shape[:2])
+    (batch, time), sizes, kept = q.shape[:2], sizes_of(form, *q.shape[:2]), [joint]
+    if form.context:
+        values = v.new_empty(v.shape)
+        _modulate(K.modulate_kernel, form, sizes, v, x, value_scale, values)
+        v = values
+        kept.append(v)
     if form.rotary:
-        _rotate(q, k, q, k, cos, sin, 1)
-    both, scheme = _launch_pack(v, beta, form, sizes) if form.free else (v, None)
+        _rotate(q, k, q, k, cos, sin, 1, sizes)
+    both, beta, scheme = _launch_pack(v, theta, start, form, sizes) if form.free else (v, None, None)
     out, lse = fused_attention.kernel_attention(q, k, both, scale, form.causal, form.kernel)
     if not form.mixes:
-        return [out, joint, lse]
-    inner, outer = form.logits(gates, ups)
-    inner, outer = (out if gate is None else gate for gate in (inner, outer))  # which no kernel reads
+        return [out, *kept, lse]
+    gates = [out if gate is None else gate for gate in gates]  # which no kernel reads
     o = out.new_empty(*q.shape[:3], form.width)
     flags = torch.empty(batch, form.heads, sizes.tiles, dtype=torch.int32, device=o.device)
     K.mix_kernel[sizes.reads](
-        out, inner, outer, scheme, beta, o, flags, time, eps, _row_stride(inner), _row_stride(outer), **sizes.mix
-    )  # fmt: skip
+        out, *gates, *ups, scheme, beta, o, flags, time, eps, *map(_row_stride, gates), **sizes.mix
+    )
     if not form.free:
-        return [o, joint, out, lse]
-    _settle(q, k, v, lse, out, scheme, beta, o, flags, inner, outer, o, scale, eps, form, sizes)
-    return [o, joint, both, out, scheme, flags, lse]
+        return [o, *kept, out, lse]
+    _settle(q, k, v, lse, out, scheme, beta, o, flags, gates, ups, o, scale, eps, form, sizes)
+    return [o, *kept, both, beta, scheme, flags, out, lse]
 
 
-def _settle(q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, scale, eps, form: Form, sizes: Sizes):
+def _modulate(kernel, form: Form, sizes: Sizes, v: Tensor, x: Tensor, weight: Tensor, *others: Tensor) -> None:
+    """Launch a kernel of the values' modulation."""
+    h = x[..., x.shape[2] - form.context :]
+    kernel[sizes.scaled](
+        v, h, weight, *others, v.shape[0] * v.shape[1], _row_stride(v), _row_stride(h), **sizes.modulate
+    )
+
+
+def _settle(q, k, v, lse, out, scheme, beta, exact, flags, gates, ups, o, scale, eps, form: Form, sizes: Sizes):
     """Compute the doubtful free energies: write them to `exact`, or where that is o, mixed and gated, to o."""
     doubt.doubtful_rows_kernel[sizes.spans](
-        q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, q.shape[1], sizes.tiles, scale, eps,
-        *map(_row_stride, (q, k, v, inner, outer)), **sizes.doubt, GATED=form.gated, MIXED=exact is o,
-        COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
+        q, k, v, lse, out, scheme, beta, exact, flags, *gates, *ups, o, q.shape[1], sizes.tiles, scale, eps,
+        *map(_row_stride, (q, k, v, *gates)), **sizes.doubt, GATED=form.gated, MIXED=exact is o, RANK=form.rank,
+        BLOCK=sizes.mix["BLOCK"], COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
     )  # fmt: skip
 
 
 class _Doubt(NamedTuple):
-    """What the gradient of a free energy needs of its entries that R does not prove, and what tiles give beta."""
+    """What the gradient of a free energy needs of its entries that R does not prove, and what tiles give theta."""
 
-    exact: Float[Tensor, "b t h df"]  # float32: bfloat16 would lose what beta's gradient is made of
+    exact: Float[Tensor, "b t h df"]  # float32: bfloat16 would lose what theta's gradient is made of
     d_free: Float[Tensor, "b t h df"]
     tilted: Float[Tensor, "n df"]
     query_parts: Float[Tensor, "nq df"]  # parts of tilted
@@ -155,8 +209,8 @@ class _Doubt(NamedTuple):
         tilted = beta.new_empty(sum(counts), form.free)
         return cls(exact, torch.empty_like(exact, dtype=q.dtype), tilted, *tilted.split_with_sizes(counts))
 
-    def d_beta(self, form: Form) -> Float[Tensor, "hkv df"]:
-        """beta's gradient: the sum over all tiles, of queries and of values."""
+    def d_theta(self, form: Form) -> Float[Tensor, "hkv df"]:
+        """theta's gradient: the sum over all tiles, of queries and of values."""
         if form.heads == form.kv_heads:
             return self.tilted.view(-1, form.kv_heads, form.free).sum(0)
         query_parts = self.query_parts.view(-1, form.kv_heads, form.heads // form.kv_heads, form.free).sum((0, 2))
@@ -165,61 +219,90 @@ class _Doubt(NamedTuple):
 
 @_on_its_device
 def _mixed_backward(
-    grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: float, eps: float
+    grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: float, eps: float, start: float
 ) -> list[Tensor | None]:
-    """Gradients of the first nine inputs: x, weight, bias, values, the second maps of slim gates, and beta."""
-    x, weight, bias, values, *ups, beta, cos, sin = kept[:_TENSORS]
+    """Gradients of x, weight, bias and W_v; of the second maps of slim gates, one behind the other, and of their
+    biases; and of theta."""
+    x, weight, bias, value_scale, *ups, theta, cos, sin = kept[:_TENSORS]
     o, joint, *rest, lse = kept[_TENSORS:]
-    d_joint, d_values = torch.empty_like(joint), None if values is None else torch.empty_like(values)
-    q, k, v, *gates = form.parts(joint)
-    to_q, to_k, d_v, *d_gates = form.parts(d_joint)
-    v, d_v = (v, d_v) if values is None else (values, d_values)
-    both, out, scheme, flags = rest if form.free else (v, *(rest or [o]), None, None)
+    d_joint = torch.empty_like(joint)
+    q, k, raw_v, *gates = form.parts(joint)
+    to_q, to_k, to_v, *d_gates = form.parts(d_joint)
+    v = rest.pop(0) if form.context else raw_v
+    d_v = torch.empty_like(v) if form.context else to_v
+    both, beta, scheme, flags, out = rest if form.free else (v, None, None, None, rest[0] if form.mixes else o)
     sizes = sizes_of(form, *q.shape[:2])
     known = (q, k, v, lse, out, scheme, beta)
     doubtful = _Doubt.of(q, beta, form, sizes.tiles) if form.free else None
 
-    d_out, d_ups = grad.contiguous(), [None] * 4
+    d_out, d_ups = grad.contiguous(), [None] * 2
     if form.mixes:
-        d_out, d_ups = _through_gates(d_out, known, flags, doubtful, o, gates, ups, d_gates, form, scale, eps, sizes)
+        d_out, d_ups = _through_gates(
+            d_out, known, flags, doubtful, o, joint, gates, ups, d_gates, form, scale, eps, sizes
+        )
     d_q, d_k, d_both = fused_attention.kernel_attention_backward(
         d_out, q, k, both, out, lse, scale, form.causal, form.kernel
     )
-    d_beta = None
+    d_theta = None
     if form.free:
         _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful, form, scale, sizes)
-        d_beta = doubtful.d_beta(form)
+        d_theta = None if theta is None else doubtful.d_theta(form)
     else:
         d_v.copy_(d_both)
     if form.rotary:
-        _rotate(d_q, d_k, to_q, to_k, cos, sin, -1)
+        _rotate(d_q, d_k, to_q, to_k, cos, sin, -1, sizes)
     else:
         to_q.copy_(d_q)
         to_k.copy_(d_k)
+    d_eta = None
+    if form.context:
+        d_eta = torch.empty_like(v)
+        _modulate(K.modulate_backward_kernel, form, sizes, raw_v, x, value_scale, d_v, to_v, d_eta)
 
-    del d_q, d_k, d_both, d_out, doubtful  # before dx is allocated
-    flat = d_joint.flatten(0, 1)
-    d_x = (flat @ weight).view(*d_joint.shape[:2], -1)
-    return [d_x, flat.T @ x.flatten(0, 1), None if bias is None else flat.sum(0), d_values, *d_ups, d_beta]
+    del d_q, d_k, d_v, d_both, d_out, doubtful  # before dx is allocated
+    flat, features = d_joint.flatten(0, 1), x.flatten(0, 1)
+    d_x, d_scale = flat @ weight, None
+    if form.context:
+        d_eta, h = d_eta.flatten(2).flatten(0, 1), slice(-form.context, None)
+        d_x[:, h].addmm_(d_eta, value_scale)
+        d_scale = d_eta.T @ features[:, h]
+    return [d_x.view(x.shape), flat.T @ features, None if bias is None else flat.sum(0), d_scale, *d_ups, d_theta]
 
 
-def _through_gates(grad, known, flags, doubtful: _Doubt | None, o, gates, ups, d_gates, form: Form, scale, eps, sizes):
+def _through_gates(
+    grad, known, flags, doubtful: _Doubt | None, o, joint, gates, ups, d_gates, form: Form, scale, eps, sizes
+):
     """The gradient of [mean | R], and those of the second maps of slim gates; writes those of the gates' columns."""
     q, k, v, lse, out, scheme, beta = known
-    inner, outer = form.logits(gates, ups)
-    slim = [torch.empty_like(gate) if form.rank and gate is not None else None for gate in (inner, outer)]
-    to_inner, to_outer = (d if own is None else own for d, own in zip(d_gates, slim))
-    inner, outer, to_inner, to_outer = (out if y is None else y for y in (inner, outer, to_inner, to_outer))
-    exact = d_free = query_parts = None
+    there = [gate is not None for gate in gates]
+    slim = out.new_empty(sum(there), *q.shape[:3], form.width) if form.rank else None
+    targets = iter(slim if form.rank else [d for d in d_gates if d is not None])
+    inputs = [out if gate is None else gate for gate in gates]
+    outputs = [next(targets) if is_there else out for is_there in there]
+    exact = d_free = query_parts = d_biases = None
+    if form.rank:
+        parts = (q.shape[0] * sizes.tiles, sum(there), form.heads * form.width)
+        d_biases = torch.empty(parts, dtype=torch.float32, device=q.device)
     if doubtful is not None:
         exact, d_free, _, query_parts, _ = doubtful
-        _settle(q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, o, scale, eps, form, sizes)
+        _settle(q, k, v, lse, out, scheme, beta, exact, flags, inputs, ups, o, scale, eps, form, sizes)
     d_out = torch.empty_like(out)
     K.mix_backward_kernel[sizes.reads](
-        grad, out, inner, outer, scheme, beta, exact, flags, d_out, to_inner, to_outer, d_free, query_parts, q.shape[1],
-        eps, *map(_row_stride, (inner, outer, to_inner, to_outer)), **sizes.mix, num_warps=BACKWARD_WARPS,
+        grad, out, *inputs, *ups, scheme, beta, exact, flags, d_out, *outputs, d_biases, d_free, query_parts,
+        q.shape[1], eps, *map(_row_stride, (*inputs, *outputs)), **sizes.mix, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
-    return d_out, _through_second_maps(gates, ups, slim, d_gates) if form.rank else [None] * 4
+    return d_out, _through_second_maps(joint, gates, ups, slim, d_gates, d_biases) if form.rank else [None] * 2
+
+
+def _through_second_maps(joint, gates, ups, d_logits, d_gates, d_biases) -> list[Tensor | None]:
+    """Write the gradients of what the first maps of slim gates gave; return those of the second maps and biases."""
+    ups, biases = ([up for up in one if up is not None] for one in (ups[::2], ups[1::2]))
+    d_ups, maps = joint.new_empty(len(ups), *ups[0].shape), zip(gates, d_gates)
+    for d, up, d_up, (z, d_z) in zip(d_logits, ups, d_ups, (pair for pair in maps if pair[0] is not None), strict=True):
+        d = d.view(-1, len(up))
+        torch.mm(d, up, out=d_z.flatten(0, 2))
+        torch.mm(d.T, z.flatten(0, 2), out=d_up)
+    return [d_ups, d_biases.sum(0).to(joint.dtype) if biases else None]
 
 
 def _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful: _Doubt, form: Form, scale: float, sizes: Sizes):
@@ -236,21 +319,8 @@ def _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful: _Doubt, form:
     )
     doubt.doubtful_keys_backward_kernel[(form.kv_heads, SPANS, batch)](
         *inputs, d_k, d_v, time, sizes.tiles, scale, *rows, _row_stride(d_k), _row_stride(d_v), **sizes.doubt,
-        FLAGS=triton.next_power_of_2(sizes.tiles * form.heads // form.kv_heads),
+        FLAGS=sizes.group_flags,
     )  # fmt: skip
-
-
-def _through_second_maps(gates, ups, d_logits, d_gates) -> list[Tensor | None]:
-    """Write the gradients of what the first maps of slim gates gave; return those of the second maps and biases."""
-    found = []
-    for z, d_z, d, up, bias in zip(gates, d_gates, d_logits, ups[::2], ups[1::2]):
-        if z is None:
-            found += [None, None]
-            continue
-        d = d.flatten(2).flatten(0, 1)
-        torch.mm(d, up, out=d_z.flatten(0, 2))
-        found += [d.T @ z.flatten(0, 2), None if bias is None else d.sum(0)]
-    return found
 
 
 def _row_stride(x: Tensor) -> int:
@@ -258,75 +328,76 @@ def _row_stride(x: Tensor) -> int:
     return x.stride(1)
 
 
-def _rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, sign: int) -> None:
-    batch, time, heads, width = q.shape
-    half = triton.next_power_of_2(width // 2)
-    rows = max(1, TILE_NUMBERS // half)
-    K.rotate_kernel[((heads + k.shape[2]) * triton.cdiv(batch * time, rows),)](
-        q, k, q_out, k_out, cos, sin, batch * time, time, *map(_row_stride, (q, k, q_out, k_out)), heads, k.shape[2],
-        WIDTH=width, SIGN=sign, ROWS=rows, HALF=half,
+def _rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, sign: int, sizes: Sizes):
+    K.rotate_kernel[sizes.turns](
+        q, k, q_out, k_out, cos, sin, q.shape[0] * q.shape[1], q.shape[1],
+        *map(_row_stride, (q, k, q_out, k_out)), q.shape[2], k.shape[2], SIGN=sign, **sizes.rotate,
     )  # fmt: skip
 
 
-def _launch_pack(v: Tensor, beta: Tensor, form: Form, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """[v | e] and its scheme."""
-    (batch, time), free_at = v.shape[:2], 0 if form.shared else form.mean
-    parts = triton.cdiv(time, PART)
-    extremes = beta.new_empty(batch, parts, 2, form.kv_heads * form.free)
-    grid = (form.kv_heads, parts, batch)
-    K.extremes_kernel[grid](
-        v, extremes, time, PART, _row_stride(v), free_at, form.width, form.free,
-        ROWS=sizes.mix["ROWS"], COLUMNS=sizes.doubt["CHANNELS"],
-    )  # fmt: skip
+def _launch_pack(
+    v: Tensor, theta: Tensor | None, start: float, form: Form, sizes: Sizes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[v | e], beta and the scheme."""
+    batch, time = v.shape[:2]
+    channels = form.kv_heads * form.free
+    beta = torch.empty(form.kv_heads, form.free, dtype=torch.float32, device=v.device)
+    extremes, scheme = beta.new_empty(batch, sizes.parts[1], 2, channels), beta.new_empty(batch, 2, channels)
     both = v.new_empty(*v.shape[:3], form.mean + form.free)
-    scheme = extremes.new_empty(batch, 2, form.kv_heads * form.free)
+    K.extremes_kernel[sizes.parts](v, theta, beta, extremes, time, start, _row_stride(v), **sizes.extremes)
     K.pack_kernel[sizes.values](
-        v, extremes, beta, both, scheme, time, parts, _row_stride(v), form.width, **sizes.pack,
-        PARTS=triton.next_power_of_2(parts),
+        v, extremes, beta, both, scheme, time, sizes.parts[1], _row_stride(v), form.width, **sizes.pack,
+        PARTS=sizes.most_parts,
     )  # fmt: skip
-    return both, scheme
+    return both, beta, scheme
 
 
 # --- for torch.compile: the same as two operators, which it does not look into ---------------------------------------
 
 _MIXED_INPUTS = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor? values, Tensor? inner_up, Tensor? inner_bias, Tensor? outer_up, "
-    "Tensor? outer_bias, Tensor? beta, Tensor? cos, Tensor? sin"
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? value_scale, Tensor? inner_up, Tensor? inner_bias, "
+    "Tensor? outer_up, Tensor? outer_bias, Tensor? theta, Tensor? cos, Tensor? sin"
 )
-_OPTIONS = "int[] form, float scale, float eps"
+_OPTIONS = "int[] form, float scale, float eps, float beta_start"
 
 
 @operator(f"mixed_read({_MIXED_INPUTS}, {_OPTIONS}) -> Tensor[]", waits=False)
 def _operator(*inputs):
-    *tensors, form, scale, eps = inputs
-    return _mixed_forward(*tensors, Form(*form), scale, eps)
+    *tensors, form, scale, eps, start = inputs
+    return _mixed_forward(*tensors, Form(*form), scale, eps, start)
 
 
 @_operator.register_fake
 def _(*inputs):
     """The shapes of what `_mixed_forward` returns."""
-    x, weight, *_, form, _, _ = inputs
+    x, weight, *_, form, _, _, _ = inputs
     form, (batch, time) = Form(*form), x.shape[:2]
     head = lambda width, heads=form.heads: x.new_empty(batch, time, heads, width)  # noqa: E731
-    o, joint = head(form.width), x.new_empty(batch, time, weight.shape[0])
+    o, kept = head(form.width), [x.new_empty(batch, time, weight.shape[0])]
+    kept += [head(form.width, form.kv_heads)] if form.context else []
     lse = x.new_empty(batch, form.heads, time, dtype=torch.float32)
     if not form.free:
-        return [o, joint, *([head(form.width)] if form.gated else []), lse]
+        return [o, *kept, *([head(form.width)] if form.gated else []), lse]
     summed = form.mean + form.free
-    scheme = lse.new_empty(batch, 2, form.kv_heads * form.free)
+    beta, scheme = lse.new_empty(form.kv_heads, form.free), lse.new_empty(batch, 2, form.kv_heads * form.free)
     flags = lse.new_empty(batch, form.heads, -(-time // rows_of_tile(form)), dtype=torch.int32)
-    return [o, joint, head(summed, form.kv_heads), head(summed), scheme, flags, lse]
+    return [o, *kept, head(summed, form.kv_heads), beta, scheme, flags, head(summed), lse]
 
 
 @operator(f"mixed_read_backward(Tensor grad, {_MIXED_INPUTS}, Tensor[] kept, {_OPTIONS}) -> Tensor[]", waits=False)
 def _operator_backward(grad, *inputs):
-    *tensors, kept, form, scale, eps = inputs
-    return [d for d in _mixed_backward(grad, (*tensors, *kept), Form(*form), scale, eps) if d is not None]
+    *tensors, kept, form, scale, eps, start = inputs
+    return [d for d in _mixed_backward(grad, (*tensors, *kept), Form(*form), scale, eps, start) if d is not None]
 
 
 @_operator_backward.register_fake
 def _(grad, *inputs):
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[: _TENSORS - 2] if x is not None]
+    x, weight, bias, scale, inner_up, inner_bias, outer_up, outer_bias, theta = inputs[: _TENSORS - 2]
+    ups = [[up for up in one if up is not None] for one in ((inner_up, outer_up), (inner_bias, outer_bias))]
+    shapes = [*(y.shape for y in (x, weight, bias, scale) if y is not None), *((len(y), *y[0].shape) for y in ups if y)]
+    return [x.new_empty(shape) for shape in shapes] + (
+        [] if theta is None else [theta.new_empty(theta.shape, dtype=torch.float32)]
+    )
 
 
 def _save(ctx, inputs, output):
@@ -336,8 +407,12 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grads):
     inputs, kept = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
-    gradients = iter(_operator_backward(grads[0], *inputs, list(kept), *ctx.options))
-    return *(None if x is None else next(gradients) for x in inputs[: _TENSORS - 2]), *[None] * 5
+    found = iter(_operator_backward(grads[0], *inputs, list(kept), *ctx.options))
+    _, _, bias, scale, inner_up, inner_bias, outer_up, outer_bias, theta, *_ = inputs
+    slim, biased = (inner_up, outer_up) != (None, None), (inner_bias, outer_bias) != (None, None)
+    there = (True, True, bias is not None, scale is not None, slim, biased, theta is not None)
+    gradients = [next(found) if is_there else None for is_there in there]
+    return *_of_inputs(gradients, inputs), *[None] * 6
 
 
 _operator.register_autograd(_differentiate, setup_context=_save)
