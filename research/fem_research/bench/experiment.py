@@ -105,13 +105,6 @@ def _decode(part: str, case: Case, name: str, costs: dict[str, dict]) -> dict:
     return row | {"state ratio": f"{cost['state_bytes'] / base['state_bytes']:.2g}"}
 
 
-def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
-    """A picture for each part in which the context grows, from what results.json holds."""
-    for part in PANELS:
-        if records := [record for record in results["bench"] if record["part"] == part]:
-            curves(folder / f"{part}.png", part, records)
-
-
 def curves(path: Path, part: str, records: Sequence[Mapping]) -> None:
     """One panel per cost, one line per mixer, both axes logarithmic."""
     costs = pd.DataFrame(
@@ -143,9 +136,9 @@ def run(recipe: BenchRecipe, output: Path) -> dict:
         parts = {part: pairs for part, pairs in of_part.items() if pairs}
         write_report(under_way.folder, parts, provenance(command_line("bench", recipe, BenchRecipe())))
         records = [{**asdict(case), "device": device.type, "results": found} for case, found in results]
-        found = under_way.finish({"bench": records})
-        redraw(found, asdict(recipe), under_way.folder)
-        return found
+        for part in PANELS.keys() & parts.keys():
+            curves(under_way.folder / f"{part}.png", part, [record for record in records if record["part"] == part])
+        return under_way.finish({"bench": records})
 
 
 def write_report(folder: Path, parts: dict[str, Results], how_made: str) -> None:
