@@ -162,11 +162,17 @@ def _number(ours: Rows, theirs: Rows, field: str, how: str) -> float | int | str
 
 
 def _listed(values: set[str]) -> str:
-    """Up to four values as they stand, or how far more numbers reach: "64, 256", "0 to 4"."""
+    """Words as they stand, and how far numbers reach: "peak, recall", "64 and 256", "0 to 4"."""
     ordered = sorted(values, key=_place)
-    if len(ordered) > 4 and math.isfinite(_place(ordered[-1])[0]):
-        return f"{ordered[0]} to {ordered[-1]}"
-    return ", ".join(ordered)
+    if not ordered or math.isinf(_place(ordered[-1])[0]):
+        return ", ".join(ordered)
+    ends = dict.fromkeys([_grouped(ordered[0]), _grouped(ordered[-1])])
+    return (" to " if len(ordered) > 2 else " and ").join(ends)
+
+
+def _grouped(value: str) -> str:
+    """Long whole numbers with commas."""
+    return f"{int(value):,}" if value.isdigit() and len(value) > 4 else value
 
 
 def _heading(field: str, how: str) -> str:

@@ -72,7 +72,7 @@ def test_a_table_of_settings_lists_what_stands_in_the_record(tmp_path):
     )
     text = filled("<!-- table: x.csv: run=a or b: run: score n, seed values, steps values -->\n<!-- end -->", tmp_path)
     assert "| run | trainings | seed | steps |" in text
-    assert "| a | 11 | 0 to 10 | 0, 1 |" in text
+    assert "| a | 11 | 0 to 10 | 0 and 1 |" in text
 
 
 def test_rows_can_be_left_out(tmp_path):
