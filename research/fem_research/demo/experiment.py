@@ -39,10 +39,6 @@ from fem_research.runs.tables import write_table
 
 WORDS = (12, 24)  # fewest and most words of the sentence that the model reads for the picture
 PROMPT_WORDS, SAMPLE_TOKENS = 6, 60
-NEXT = """
-Shown: FEM and attention of equal size find maxima and learn a text.
-Look:  {0}/reading.png, which word each channel reads; {0}/report.md.
-Next:  fem inspect --model {0}/model --text "A list is a sequence.\""""
 PLAIN = re.compile(r"[A-Z][A-Za-z ,;'-]+[.!?]")
 
 
@@ -79,7 +75,7 @@ def run(recipe: DemoRecipe, output: Path) -> dict:
         (folder / "report.md").write_text(text, encoding="utf-8")
     show_table("Every channel's maximum in one read", tables["argmax"])
     show_table("Language models of equal size", tables["lm"])
-    Console().print(f"{sample}\n{NEXT.format(output)}", markup=False, highlight=False, soft_wrap=True)
+    Console().print(sample, markup=False, highlight=False, soft_wrap=True)
     return results
 
 
