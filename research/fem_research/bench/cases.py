@@ -143,7 +143,7 @@ PROFILES = {"laptop": _laptop(), "gpu": _gpu(), "paper": _paper()}
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRecipe:
-    """What is measured, and for how long."""
+    """The parts to measure, and the time for each."""
 
     profile: str = option("laptop", "Sizes: laptop, gpu (minutes on one) or paper (hours on one).")
     parts: str = option(",".join(PARTS), "Parts, with commas between them.")

@@ -28,8 +28,7 @@ RESUMABLE = ("ablate", "mad", "regimes", "natural", "forecast", "vision")
 
 
 class Experiment(NamedTuple):
-    """Where an experiment's recipe and its `run` are, its options besides the recipe's, how its folder is named, and what
-    the command says at its end."""
+    """Where an experiment is: recipe and `run`; its further options, how its folder ends, what is said at last."""
 
     recipe: str
     run: str

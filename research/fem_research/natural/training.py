@@ -111,7 +111,7 @@ INNER = 4  # of as many parts of the training bags, one chooses the learning rat
 
 
 def parts(label: Int[Tensor, " n"], folds: int, seed: int) -> Int[Tensor, " n"]:
-    """Which part every bag is in: bags in random order are dealt out class by class, so that all have their shares."""
+    """The part of every bag: bags in random order are dealt out class by class, so that all have their shares."""
     order = torch.randperm(len(label), generator=Generator().manual_seed(seed))
     dealt = order[label[order].argsort(stable=True)]
     part = torch.empty_like(label)
@@ -120,7 +120,7 @@ def parts(label: Int[Tensor, " n"], folds: int, seed: int) -> Int[Tensor, " n"]:
 
 
 def stretches(bags: int, folds: int) -> Int[Tensor, " n"]:
-    """Which of so many stretches of the file every bag is in: a writer's pictures come together there."""
+    """The stretch of the file that every bag is in: a writer's pictures come together there."""
     return torch.arange(bags) * folds // bags
 
 
@@ -153,7 +153,7 @@ def fit(data: Bags, of: Int[Tensor, " n"], job: Job, rate: float) -> BagModel:
 
 @torch.no_grad()
 def answers(model: BagModel, data: Bags, of: Int[Tensor, " n"]) -> tuple[Tensor, float]:
-    """Which of these bags are answered rightly, and the mean cross-entropy."""
+    """A mask of the bags that are answered rightly, and the mean cross-entropy."""
     x, keep, label = cut(data, of)
     said = model(x, keep)[:, 0]
     return said.argmax(-1) == label, F.cross_entropy(said, label).item()
