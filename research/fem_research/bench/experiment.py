@@ -27,6 +27,7 @@ TITLES = {
     "read": "The read alone",
     "layer": "One layer",
     "single": "One layer with single parts",
+    "heads": "One layer with more heads",
     "gpt2": "Blocks of GPT-2 (Table 7)",
     "table5": "Blocks of Table 5",
     "decode": "Streaming decode, one layer",
@@ -38,6 +39,7 @@ NOTES = {
     "read": "Attention reads values as wide as its keys; FEM reads [v | exp(beta v)] of values half as wide.",
     "layer": EQUAL,
     "single": EQUAL,
+    "heads": "More heads of the same width make the same products, and each makes its own softmax weights.",
     "gpt2": "Blocks without embeddings and head; baselines need a GPU and their library. In brackets the paper's own "
     "ratio to its flash attention: 12 blocks, T 1024, batch 8, FP32 on one L40S. Operations are those of matrix "
     "products as torch's profiler counts them: it sees those of the plain form, and not those inside flash attention.",
