@@ -15,7 +15,7 @@ from fem.ops.common.transforms import may_look
 
 
 class Allowed(NamedTuple):
-    """Which values an argument may hold, in words and as a test; NaN is never among them."""
+    """The values that an argument may hold, in words and as a test; NaN is never among them."""
 
     wanted: str
     holds: Callable[[Tensor], Tensor]

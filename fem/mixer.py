@@ -131,7 +131,7 @@ class FreeEnergyMixer(FreeEnergyLayer):
         return read_tables(read, beta, lambda_, gate, *selection, self.prior.per_channel, x.shape[1])
 
     def parameter_report(self) -> dict:
-        """Where the weights are: {"linear", "budget" (4 D^2), "ratio", "conditioner", "blocks" (with biases)}.
+        """Numbers of weights by place: {"linear", "budget" (4 D^2), "ratio", "conditioner", "blocks" (with biases)}.
 
         linear: weights of every linear map, the prior's own included; conditioner: all that C adds.   (Appendix H.7)
         """

@@ -47,8 +47,8 @@ Table = tuple[str, np.ndarray, np.ndarray]
 
 
 def channel_readings(path: Path, title: str, tokens: Sequence[str], heads: Sequence[Table]) -> None:
-    """What one position reads in each head, (title, mean, channels): the prior p(i) above, the weight of token i in
-    each channel below, a dot at each channel's largest.
+    """Draw what one position reads in each head, (title, mean, channels): the prior p(i) above, the weight of token i
+    in each channel below, a dot at each channel's largest.
 
     mean (T,): the prior, which is all that an average reads; channels (d, T): one row per channel, drawn in the order
     of the token that each reads most.

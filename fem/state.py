@@ -22,7 +22,7 @@ _SLACK = 1.125  # a view is copied where the storage that it keeps alive has mor
 
 @dataclass(frozen=True)
 class CachePosition:
-    """Where each row of a batch stands after the tokens seen so far.
+    """The place of each row of a batch after the tokens seen so far.
 
     position: the position that the next kept token of the row's document takes.
     document: how many documents ended in the row.

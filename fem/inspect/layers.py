@@ -48,7 +48,7 @@ def readings(model: nn.Module, inputs: Tensor) -> list[Reading]:
 
 @dataclass(frozen=True)
 class LayerTables:
-    """What one layer reads, row t along the second last axis of weights, tokens i along the last.
+    """One layer's read, row t along the second last axis of weights, tokens i along the last.
 
         read_tj(i) = (1 - lambda_tj) p_t(i) + lambda_tj q_tj(i) = du_tj / dv_ij                             (App. M.1)
         gap_tj = beta_j (F_tj - mean_tj) = KL(p_t || q_tj)                                                     (Eq. 6)
@@ -131,7 +131,7 @@ def by_division(layers: Sequence[LayerTables]) -> list[tuple[int, int]]:
 
 
 def division(weights: np.ndarray) -> tuple[int, float]:
-    """How much channels (d, T) differ: how many different tokens they read most, then the sum of the absolute
+    """Difference of channels (d, T): the number of different tokens that they read most, then the sum of the absolute
     differences between their weights and the average channel's.
     """
     return len(set(weights.argmax(-1).tolist())), float(np.abs(weights - weights.mean(0)).sum())

@@ -24,6 +24,6 @@ class FEMForTokenClassification(GenericForTokenClassification, FEMPreTrainedMode
 
 
 class FEMForQuestionAnswering(GenericForQuestionAnswering, FEMPreTrainedModel):
-    """How likely an answer starts and ends at each token, two logits of shape (B, T)."""
+    """Two logits for each token, (B, T): an answer starts there, and ends there."""
 
     accepts_loss_kwargs = False

@@ -33,7 +33,7 @@ def posterior(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
 
 
 def kl_gap(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
-    """What the free energy gains over the mean, in nats.
+    """Gain of the free energy over the mean, in nats.
 
         KL(p || q) = beta (F(beta) - mean)                                                   (Eq. 6, Eq. 19, Eq. 25)
 

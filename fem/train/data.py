@@ -163,7 +163,7 @@ def digest(path: Path) -> str:
 
 
 def identity(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, str | None]:
-    """What decides the tokens: digests of the tokenizer and of the files, or a hub dataset's name and subset."""
+    """All that decides the tokens: digests of the tokenizer and of the files, or a hub dataset's name and subset."""
     files = local_files(recipe.data)
     content = "\n".join(f"{FORMATS[path.suffix.lower()]} {digest(path)}" for path in files or ())
     spelt = f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"

@@ -57,7 +57,7 @@ class SaveAndStop(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def paused(self, step: int, steps: int) -> Paused:
-        """What to raise where the training has been stopped."""
+        """The exception of a training that was stopped."""
         code = 128 + signal.SIGINT if self.stopped_by == signal.SIGINT else GO_ON
         name = signal.Signals(self.stopped_by).name
         return Paused(f"stopped by {name}; step {step} of {steps} is saved", code)

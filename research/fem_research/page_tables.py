@@ -5,9 +5,11 @@
 
 A row of the table has equal values in the columns named third. Its numbers are those fields' mean, error (standard
 error of the mean), ± (both), sd, median, min, max, range, sum or n over the rows of the record that have them; `over`
-is the ratio of means, and `lead` the mean difference seed by seed, ±, to the rows of attention. "mixer / task" in the
-third place asks for a column per task. "run!=a" leaves rows out. A mixer without a row, or a seed that counts twice in
-one cell, is refused. A picture has a dot per row of the record, or a line where rows are steps, and a panel per task:
+is the ratio of means, and `lead` the mean difference seed by seed, ±, to the rows of attention. `values` lists what
+stands in the field, for tables of settings. "mixer / task" in the third place asks for a column per task. "run!=a"
+leaves rows out, "run=a|b" takes both; inside a table of Markdown, where | ends a cell, that is written "run=a or b". A
+mixer without a row, or a seed that counts twice in one cell, is refused. A picture has a dot per row of the record, or
+a line where rows are steps, and a panel per task:
 
     <!-- picture: mad.csv: run=mad_laptop: mixer / task: mean (mean accuracy): mad.png -->
 """
@@ -56,8 +58,9 @@ BASE = "attention"
 
 
 def parsed(selection: str) -> dict[str, list[str]]:
-    """The values of each column that "task=peak-64, seed=0|1" allows."""
-    return {column: values.split("|") for column, values in (part.split("=", 1) for part in selection.split(", "))}
+    """The values of each column that "task=peak-64, seed=0|1" or "task=peak-64, seed=0 or 1" allows."""
+    parts = (part.split("=", 1) for part in selection.split(", "))
+    return {column: re.split(r"\|| or ", values) for column, values in parts}
 
 
 def selected(file: Path, allowed: Mapping[str, list[str]]) -> Rows:
@@ -149,6 +152,8 @@ def _number(ours: Rows, theirs: Rows, field: str, how: str) -> float | int | str
         return f"{mean(pairs):+.3f}" + ("" if len(pairs) < 2 else f" ± {_error(pairs):.3f}") if any(pairs) else None
     if how == "n":
         return sum(bool(row[field]) for row in ours)
+    if how == "values":
+        return _listed({row[field] for row in ours} - {""})
     a = numbers(ours, field)
     if how == "over":
         b = numbers(theirs, field)
@@ -156,9 +161,24 @@ def _number(ours: Rows, theirs: Rows, field: str, how: str) -> float | int | str
     return OF[how](a)
 
 
+def _listed(values: set[str]) -> str:
+    """Words as they stand, and how far numbers reach: "peak, recall", "64 and 256", "0 to 4"."""
+    ordered = sorted(values, key=_place)
+    if not ordered or math.isinf(_place(ordered[-1])[0]):
+        return ", ".join(ordered)
+    ends = dict.fromkeys([_grouped(ordered[0]), _grouped(ordered[-1])])
+    return (" to " if len(ordered) > 2 else " and ").join(ends)
+
+
+def _grouped(value: str) -> str:
+    """Long whole numbers with commas."""
+    return f"{int(value):,}" if value.isdigit() and len(value) > 4 else value
+
+
 def _heading(field: str, how: str) -> str:
     count = "rows" if field == "mixer" else "trainings"
-    return {"mean": field, "±": field, "n": count, "over": f"{field}, ratio"}.get(how, f"{field}, {how}")
+    known = {"mean": field, "±": field, "values": field, "n": count, "over": f"{field}, ratio"}
+    return known.get(how, f"{field}, {how}")
 
 
 def filled(text: str, folder: Path) -> str:

@@ -18,13 +18,27 @@ from fem_research.common.names import display
 Row = dict[str, Any]
 FILES = {"ablate": "language", "finetune": "language", "natural": "pooling", "bench": "cost"}
 TIMES = ("forward", "train", "token")
+SETTINGS = {name: name for name in ("blocks", "layers", "mlp_width", "vocabulary", "context", "batch", "folds")}
+SETTINGS |= {name: name for name in ("initialisation", "image_size", "patch_size", "epochs", "conv_form")}
+CURVES = {"val_loss": "loss"}
 SIZES = ("train_extra_bytes", "state_bytes", "forward_flop", "train_flop", "parameters")
 
 
 def rows_of(config: Mapping, results: Mapping) -> list[Row]:
     """A row for every training of a run, from what its config.json and results.json hold."""
-    rows = list(EXPERIMENTS[config["experiment"]](config["recipe"], results))
-    return [row | _made(config) for row in rows]
+    recipe = config["recipe"]
+    settings = {column: recipe[name] for name, column in SETTINGS.items() if recipe.get(name) is not None}
+    return [settings | row | _made(config) for row in EXPERIMENTS[config["experiment"]](recipe, results)]
+
+
+def curves_of(config: Mapping, results: Mapping) -> Iterator[Row]:
+    """A row for every point of the curves of a run's trainings."""
+    for name, seeds in results.get("curves", {}).items():
+        for seed, points in enumerate(seeds, start=config["recipe"]["seed"]):
+            for point in points:
+                yield {"mixer": display(name), "seed": seed} | {
+                    CURVES.get(field, field): point[field] for field in point
+                }
 
 
 def _made(config: Mapping) -> Row:
@@ -49,7 +63,7 @@ def regimes(recipe: Mapping, results: Mapping) -> Iterator[Row]:
         for name, found in mixers.items():
             first, best = recipe["seed"], found["learning_rate"]
             row = {"task": task} | mixer(name, recipe) | {"steps": recipe["steps"], "parameters": found["parameters"]}
-            row |= {"floor": results["constants"][task], "blocks": recipe["blocks"], "mlp_width": recipe["mlp_width"]}
+            row |= {"floor": results["constants"][task]}
             for seed, score in enumerate(found["test"]):
                 own = {"seed": first + seed, "rate": best, "score": score} | found["beta"][seed]
                 yield row | own | {"ms": round(1e3 * found["seconds"][seed] / recipe["steps"], 6)}
@@ -69,16 +83,13 @@ def natural(recipe: Mapping, results: Mapping) -> Iterator[Row]:
 
 def ablate(recipe: Mapping, results: Mapping) -> Iterator[Row]:
     for name, found in results.get("ablate", {}).items():
-        best, tokens = float(found["learning rate"]), recipe["batch"] * recipe["context"]
-        steps = found.get("steps", recipe["steps"])
         row = {"task": recipe["text"] or "python sources"} | mixer(name, recipe)
-        row |= {"steps": steps, "tokens": steps * tokens, "parameters": found["parameters"]}
-        row |= {"layers": recipe["layers"], "context": recipe["context"], "ms": found.get("ms a step")}
-        for seed, curve in enumerate(results["curves"][name]):
-            yield row | {"seed": recipe["seed"] + seed, "rate": best, "score": curve[-1]["val_loss"]}
-        for rate, loss in results["learning_rates"][name].items():
-            if rate != "mixer":
-                yield row | {"seed": recipe["seed"], "rate": float(rate), "validation": loss}
+        row |= {"steps": found["steps"], "tokens": found["steps"] * recipe["batch"] * recipe["context"]}
+        row |= {field: found[field] for field in ("ms", "parameters", "tokens_per_second")}
+        for seed, loss in enumerate(found["loss"], start=recipe["seed"]):
+            yield row | {"seed": seed, "rate": found["learning_rate"], "score": loss}
+        for rate, loss in found["validation_by_rate"].items():
+            yield row | {"seed": recipe["seed"], "rate": float(rate), "validation": loss}
 
 
 def finetune(recipe: Mapping, results: Mapping) -> Iterator[Row]:
@@ -148,20 +159,24 @@ EXPERIMENTS = {of.__name__: of for of in (regimes, natural, ablate, finetune, ma
 def append(folder: Path, run: str, command: str, config: Mapping, results: Mapping) -> list[Path]:
     """Put the rows of a run in the place of its earlier ones; returns the files, none where it has no trainings.
 
-    Pools stand in pooling.csv, whichever command trained them. Every file is replaced in one step.
+    Pools stand in pooling.csv, whichever command trained them, and points of curves in a file of their own. Every file
+    is replaced in one step.
     """
     experiment = config["experiment"]
     by_file: dict[Path, list[Row]] = {}
+    own = FILES.get(experiment, experiment)
     for row in rows_of(config, results) if experiment in EXPERIMENTS else ():
-        name = "pooling" if row["mixer"].startswith("pool:") else FILES.get(experiment, experiment)
+        name = "pooling" if row["mixer"].startswith("pool:") else own
         by_file.setdefault(folder / f"{name}.csv", []).append({"run": run} | row | {"command": command})
+    if by_file and (curves := [{"run": run} | row for row in curves_of(config, results)]):
+        by_file[folder / f"{own}_curves.csv"] = curves
     for path, found in by_file.items():
         kept: list[Row] = []
         if path.exists():
             with open(path, newline="", encoding="utf-8") as file:
                 kept = list(csv.DictReader(file))
         for row in kept:
-            if row["run"] == run and row["command"].split()[:2] != command.split()[:2]:
+            if row["run"] == run and row.get("command", command).split()[:2] != command.split()[:2]:
                 raise ValueError(
                     f"runs must have names of their own, got {run!r}, which {path.name} has of {row['command']!r}."
                 )

@@ -55,7 +55,11 @@ def add_run(run: Path, output: Path) -> None:
     except ValueError as error:
         raise Broken(f"{str(run / PAGE)!r} is no text in UTF-8") from error
     config["recipe"] = {name: without_folders(x) if isinstance(x, str) else x for name, x in recipe.items()}
-    if not append(output, run_name(run), command[1] if command else "", config, results):
+    try:
+        files = append(output, run_name(run), command[1] if command else "", config, results)
+    except KeyError as missing:
+        raise Broken(f"{str(run)!r} was made by another version: it has no {missing}") from missing
+    if not files:
         raise Broken(f"{str(run)!r} has no trainings: a run of {config['experiment']!r}")
 
 

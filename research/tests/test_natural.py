@@ -12,7 +12,7 @@ from fem_research.common.mixers import POOLS
 from fem_research.natural import training
 from fem_research.natural.experiment import run
 from fem_research.natural.settings import Job, NaturalRecipe
-from fem_research.natural.training import Bags, bags, of_series, parts, standardised, stretches
+from fem_research.natural.training import Bags, bags, bags_of_series, parts, standardised, stretches
 
 TINY = {"sets": "musk1", "pools": "pool:max,pool:attention", "folds": 3, "seeds": 2, "steps": 2, "width": 8, "heads": 2}
 
@@ -35,7 +35,7 @@ def test_a_table_becomes_bags_with_their_labels(folder):
 
 def test_series_become_windows_of_all_channels(tmp_path):
     (tmp_path / "a.ts").write_text("@problemName a\n@data\n1,2,3,4:5,6,7,8:walks\n")
-    ((windows, label),) = of_series([tmp_path / "a.ts"], 2, 2)
+    ((windows, label),) = bags_of_series([tmp_path / "a.ts"], 2, 2)
     assert (windows.tolist(), label) == ([[1, 2, 5, 6], [3, 4, 7, 8]], "walks")
 
 

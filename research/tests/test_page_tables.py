@@ -66,6 +66,15 @@ def test_a_mixer_without_a_row_is_an_error(tmp_path):
         filled(PAGE.replace("run=a|b", "mixer=FEM|GLA"), tmp_path)
 
 
+def test_a_table_of_settings_lists_what_stands_in_the_record(tmp_path):
+    (tmp_path / "x.csv").write_text(
+        "run,mixer,seed,steps,score\n" + "".join(f"a,FEM,{n},{n % 2},1\n" for n in range(11))
+    )
+    text = filled("<!-- table: x.csv: run=a or b: run: score n, seed values, steps values -->\n<!-- end -->", tmp_path)
+    assert "| run | trainings | seed | steps |" in text
+    assert "| a | 11 | 0 to 10 | 0 and 1 |" in text
+
+
 def test_rows_can_be_left_out(tmp_path):
     (tmp_path / "x.csv").write_text(RECORD)
     text = filled(PAGE.replace("run=a|b", "mixer!=attention"), tmp_path)

@@ -4,12 +4,17 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="needs free-energy-mixer[cli]")
 
+from matplotlib.image import imread
+
 from fem_research.common.plots import Panel, dots, learning_curves
 
 
 def test_curves_and_dots_are_written(tmp_path):
     series = {"FEM": [([0, 1], [1.0, 0.5]), ([0, 1], [1.1, 0.6])], "other": [([0, 1], [1.0, 0.9])]}
     learning_curves(tmp_path / "curves.png", "title", [Panel("loss", "step", series)] * 2, {"FEM": "#1f5fbf"})
+    scores = {str(number): {"FEM": [number]} for number in range(6)}
+    dots(tmp_path / "six.png", "title", scores, {})
+    assert imread(tmp_path / "six.png").shape[1] < 1200  # pixels that a page has room for
     scores = {"one": {"FEM": [0.5, 0.6], "other": [0.4]}, "two": {"other": [1]}}
     dots(tmp_path / "dots.png", "title", scores, {"FEM": "#1f5fbf"})
     for name in ("curves.png", "dots.png"):

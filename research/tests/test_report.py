@@ -128,6 +128,11 @@ def test_a_broken_run_is_left_out_with_a_sentence(tmp_path, output, capsys, name
     assert {row["run"] for row in rows(output)} == {"good"}
 
 
+def test_a_run_of_another_version_is_left_out_with_a_sentence(tmp_path, output, capsys):
+    assert add_runs([made_up_run(tmp_path / "old", results={"vision": {"FEM": {}}})], output) == 0
+    assert "was made by another version: it has no 'accuracies'" in capsys.readouterr().err
+
+
 def test_names_in_titles_and_tables_are_text(tmp_path):
     write_page(tmp_path, "[x](javascript:alert(1)) <script>\n# more", markdown_table([{"a": "b | <i>\nc", "n": 1}]))
     lines = (tmp_path / "report.md").read_text().splitlines()

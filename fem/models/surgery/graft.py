@@ -47,7 +47,7 @@ def apply(
 
 
 def count_self_attentions(model: nn.Module) -> int:
-    """How many self-attentions a model has, replaced ones included."""
+    """Number of self-attentions of a model, replaced ones included."""
     return len(_survey(model)[0])
 
 

@@ -40,7 +40,7 @@ def check_mask(attention_mask, keys: int, further: dict) -> None:
 
 
 def tokens_of(mask: Tensor, time: int, causal: bool) -> tuple[Bool[Tensor, "b t"], Int[Tensor, "b t"]]:
-    """Which of the last `time` tokens exist, and which document each is of, from the pairs that a mask allows.
+    """The existing ones of the last `time` tokens, and the document of each, from the pairs that a mask allows.
 
     A token exists where it sees itself; it opens a document where it does not see the existing token before it. Raises
     ValueError where the mask allows other pairs than these documents, but for those before a window.

@@ -14,7 +14,7 @@ logger = logging.get_logger(__name__)
 
 
 def disagreements(model: nn.Module, compare: dict[str, Callable]) -> list[str]:
-    """What each attention that runs says against its replacement; `compare`: by path, a forward hook that returns it.
+    """Objections of each attention that runs to its replacement; `compare`: by path, a forward hook that returns one.
 
     Nothing is compared on the meta device, with a flash or flex kernel, or where the model needs other inputs than
     token ids or pictures; transformers' log says so. The model's mode, weights and random numbers stay what they are.

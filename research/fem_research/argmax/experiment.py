@@ -205,15 +205,12 @@ def rows(curves: Curves, recipe: ArgmaxRecipe, untrained: Mapping[str, Score]) -
     return lines + [row(name, score, "", None, "") for name, score in untrained.items()]
 
 
-def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
-    """argmax.png, from what results.json holds: error and hits over steps, or Figure 3 of the paper's form: the MSE and
-    the index accuracy."""
-    curves = results["curves"]
+def draw_curves(path: Path, curves: Curves, recipe: ArgmaxRecipe) -> None:
+    """Error and hits over steps, or Figure 3 of the paper's form: the MSE and the index accuracy."""
     ours = [("validation error (1: a constant)", "step", "step", "error"), ("hits", "step", "step", "hits")]
     figure3 = [("validation MSE", "step", "step", "mse"), ("index accuracy", "step", "step", "index_accuracy")]
-    title = "Every channel's maximum in one read: T = {tokens}, D = {channels}, {heads} heads".format(**recipe)
-    panels = figure3 if recipe["form"] == "paper" else ours
-    pictures.curves(folder / "argmax.png", title, curves, panels)
+    title = "Every channel's maximum in one read: T = {tokens}, D = {channels}, {heads} heads".format(**asdict(recipe))
+    pictures.curves(path, title, curves, figure3 if recipe.form == "paper" else ours)
 
 
 def ended(curves: Curves, recipe: ArgmaxRecipe) -> str:
@@ -264,7 +261,7 @@ def run(recipe: ArgmaxRecipe, output: Path) -> dict:
             ended(curves, recipe),
             provenance(command_line("argmax", recipe, ArgmaxRecipe)),
         )
+        draw_curves(under_way.folder / "argmax.png", curves, recipe)
         results = under_way.finish({"argmax": scores(curves), "baselines": untrained, "curves": curves})
-        redraw(results, asdict(recipe), under_way.folder)
     show_table("Every channel's maximum in one read", table)
     return results

@@ -51,7 +51,7 @@ TABLE5 = {  # 8 layers of width 512, 4 heads, T 2048, batch 4; the paper prints 
 }
 
 
-PARTS = ("read", "layer", "single", "gpt2", "table5", "decode", "served", "context")
+PARTS = ("read", "layer", "single", "heads", "gpt2", "table5", "decode", "served", "context")
 BY_TOKEN = ("decode", "served")  # parts that time generation
 READS = (BASELINE, "attention+L", "attention+L, plain")
 LAYERS = (
@@ -59,6 +59,10 @@ LAYERS = (
     *("attention+LTG, plain", "GLA+LTG", "FEM-GLA"),
 )
 SINGLE = (BASELINE, "attention+L", "attention+C", "attention+G/r32", "attention+CG/r32", "GLA+LTG/r32")
+HEADS = (
+    *(BASELINE, "attention/h16", "attention/h64", "attention/h128", "attention+C/h64"),
+    *("attention+L", "attention+LTG/r16/s.5", "attention+LTG/r16", "FEM/r16"),
+)
 DECODES = (BASELINE, "attention+LTG", "FEM", "attention+LTG/r32", "attention+LTG/r32/s.5", "FEM-GLA")
 SERVED = (BASELINE, "attention+LTG")
 CONTEXTS = (BASELINE, "FEM", "FEM-GLA", "FEM-Mamba/paper", "FEM-AFT/paper")
@@ -101,6 +105,7 @@ def _laptop() -> list[Case]:
         *(Case("read", Size(1, time, 512, 8), dtype, READS) for dtype in DTYPES for time in (512, 2048)),
         *(Case("layer", Size(2, time, 512, 8), dtype, LAYERS) for dtype in DTYPES[:1] for time in (512, 2048)),
         *(Case("single", Size(2, time, 512, 8), "float32", SINGLE) for time in (512, 2048)),
+        *(Case("heads", Size(max(1, 512 // time), time, 256, 4), "float32", HEADS) for time in (32, 512, 2048)),
         Case("gpt2", Size(1, 512, 768, 12), "float32", tuple(TABLE7), layers=1),
         Case("table5", Size(1, 1024, 512, 4), "float32", (BASELINE, *TABLE5), layers=2),
         *(Case("decode", Size(1, time, 1024, 16), "float32", DECODES) for time in (1024, 4096, 16384)),
@@ -143,7 +148,7 @@ PROFILES = {"laptop": _laptop(), "gpu": _gpu(), "paper": _paper()}
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRecipe:
-    """What is measured, and for how long."""
+    """The parts to measure, and the time for each."""
 
     profile: str = option("laptop", "Sizes: laptop, gpu (minutes on one) or paper (hours on one).")
     parts: str = option(",".join(PARTS), "Parts, with commas between them.")

@@ -27,6 +27,7 @@ TITLES = {
     "read": "The read alone",
     "layer": "One layer",
     "single": "One layer with single parts",
+    "heads": "One layer with more heads",
     "gpt2": "Blocks of GPT-2 (Table 7)",
     "table5": "Blocks of Table 5",
     "decode": "Streaming decode, one layer",
@@ -38,6 +39,7 @@ NOTES = {
     "read": "Attention reads values as wide as its keys; FEM reads [v | exp(beta v)] of values half as wide.",
     "layer": EQUAL,
     "single": EQUAL,
+    "heads": "More heads of the same width make the same products, and each makes its own softmax weights.",
     "gpt2": "Blocks without embeddings and head; baselines need a GPU and their library. In brackets the paper's own "
     "ratio to its flash attention: 12 blocks, T 1024, batch 8, FP32 on one L40S. Operations are those of matrix "
     "products as torch's profiler counts them: it sees those of the plain form, and not those inside flash attention.",
@@ -105,13 +107,6 @@ def _decode(part: str, case: Case, name: str, costs: dict[str, dict]) -> dict:
     return row | {"state ratio": f"{cost['state_bytes'] / base['state_bytes']:.2g}"}
 
 
-def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
-    """A picture for each part in which the context grows, from what results.json holds."""
-    for part in PANELS:
-        if records := [record for record in results["bench"] if record["part"] == part]:
-            curves(folder / f"{part}.png", part, records)
-
-
 def curves(path: Path, part: str, records: Sequence[Mapping]) -> None:
     """One panel per cost, one line per mixer, both axes logarithmic."""
     costs = pd.DataFrame(
@@ -143,9 +138,9 @@ def run(recipe: BenchRecipe, output: Path) -> dict:
         parts = {part: pairs for part, pairs in of_part.items() if pairs}
         write_report(under_way.folder, parts, provenance(command_line("bench", recipe, BenchRecipe())))
         records = [{**asdict(case), "device": device.type, "results": found} for case, found in results]
-        found = under_way.finish({"bench": records})
-        redraw(found, asdict(recipe), under_way.folder)
-        return found
+        for part in PANELS.keys() & parts.keys():
+            curves(under_way.folder / f"{part}.png", part, [record for record in records if record["part"] == part])
+        return under_way.finish({"bench": records})
 
 
 def write_report(folder: Path, parts: dict[str, Results], how_made: str) -> None:

@@ -28,16 +28,21 @@ RESUMABLE = ("ablate", "mad", "regimes", "natural", "forecast", "vision")
 
 
 class Experiment(NamedTuple):
-    """Where an experiment's recipe and its `run` are, its options besides the recipe's, and how its folder is named."""
+    """Where an experiment is: recipe and `run`; its further options, how its folder ends, what is said at last."""
 
     recipe: str
     run: str
     options: tuple[str, ...] = ()
     suffix: str = ""
+    ends: str = "written to {0}"
 
 
+DEMO = """
+Shown: FEM and attention of equal size find maxima and learn a text.
+Look:  {0}/report.md: first of all the word that each channel reads.
+Next:  fem inspect --model {0}/model --text "A list is a sequence.\""""
 EXPERIMENTS = {
-    "demo": Experiment("demo.settings.DemoRecipe", "demo.experiment"),
+    "demo": Experiment("demo.settings.DemoRecipe", "demo.experiment", ends=DEMO),
     "finetune": Experiment("lm.settings.FinetuneRecipe", "lm.finetune", suffix="-{architecture}"),
     "ablate": Experiment("lm.settings.AblateRecipe", "lm.ablate", suffix="-{prior}"),
     "argmax": Experiment("argmax.settings.ArgmaxRecipe", "argmax.experiment", ("paper",)),
@@ -59,7 +64,7 @@ def command(name: str) -> Callable:
     from fem.commands.options import recipe_options
     from fem.recipes import require_one_of
 
-    recipe, run, further, suffix = EXPERIMENTS[name]
+    recipe, run, further, suffix, ends = EXPERIMENTS[name]
     module, _, recipe = f"fem_research.{recipe}".rpartition(".")
     settings = import_module(module)
     profiles = getattr(settings, "PROFILES", {})
@@ -73,7 +78,7 @@ def command(name: str) -> Callable:
         made = getattr(settings, recipe)(**fixed | changes)
         folder = output or Path(f"runs/{name}{suffix.format(**vars(made) | options)}")
         import_module(f"fem_research.{run}").run(made, folder, *options.values())
-        typer.echo(f"written to {folder}")
+        typer.echo(ends.format(folder))
 
     options = {
         "output": (Path | None, typer.Option(help=f"Folder of the run; default: runs/{name}{suffix}.")),

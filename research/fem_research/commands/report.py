@@ -17,4 +17,4 @@ def command(
     """Add finished runs to the record, one row a training, and draw the tables and pictures of its pages again."""
     from fem_research.report import add_runs
 
-    typer.echo(f"{add_runs(runs, output)} runs added to the record in {output}")
+    typer.echo(f"runs added to the record in {output}: {add_runs(runs, output)}")

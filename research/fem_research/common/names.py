@@ -47,7 +47,7 @@ def display(name: str) -> str:
 
 
 def sizes(mlp: str, part: str) -> str:
-    """What models with other mixers have in common, for a page: "narrowed" parameters, or the "kept" part."""
+    """A phrase for pages: models with other mixers have in common "narrowed" parameters, or the "kept" part."""
     if mlp == "kept":
         return f"the same {part}, as in the paper, and as many parameters as their mixers bring"
     return f"the same number of parameters (a mixer that has more gets narrower {part})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,14 +56,19 @@ def dots(
     panels: Mapping[str, Mapping[str, Numbers]],
     colours: Colours,
 ) -> None:
-    """Scores, {panel: {name: a number per seed}}: one row per name, a dot for each number and a bar at their mean."""
+    """Scores, {panel: {name: a number per seed}}: one row per name, a dot for each number and a bar at their mean.
+
+    Panels stand three abreast, so that they can be read on a page.
+    """
     names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
-    label = max(map(len, names)) * 0.085
-    width = max(1.9 * len(panels) + label + 0.4, 0.075 * len(title) + 0.3)
-    with picture(path, title, width, 0.27 * len(names) + 1.0) as figure:
-        for axes, (panel, scores) in zip(
-            figure.subplots(1, len(panels), squeeze=False, sharey=True).flat, panels.items()
-        ):
+    abreast = min(len(panels), 2 if len(panels) == 4 else 3)
+    down = math.ceil(len(panels) / abreast)
+    width = max(1.9 * abreast + max(map(len, names)) * 0.085 + 0.4, 0.075 * len(title) + 0.3)
+    with picture(path, title, width, down * (0.27 * len(names) + 0.6) + 0.4) as figure:
+        places = [*figure.subplots(down, abreast, squeeze=False, sharey=True).flat]
+        for axes in places[len(panels) :]:
+            axes.set_axis_off()
+        for axes, (panel, scores) in zip(places, panels.items()):
             for height, name in enumerate(names):
                 values = list(scores.get(name, ()))
                 if values:

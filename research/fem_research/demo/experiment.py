@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -39,10 +39,6 @@ from fem_research.runs.tables import write_table
 
 WORDS = (12, 24)  # fewest and most words of the sentence that the model reads for the picture
 PROMPT_WORDS, SAMPLE_TOKENS = 6, 60
-NEXT = """
-Shown: FEM and attention of equal size find maxima and learn a text.
-Look:  {0}/reading.png, which word each channel reads; {0}/report.md.
-Next:  fem inspect --model {0}/model --text "A list is a sequence.\""""
 PLAIN = re.compile(r"[A-Z][A-Za-z ,;'-]+[.!?]")
 
 
@@ -71,14 +67,15 @@ def run(recipe: DemoRecipe, output: Path) -> dict:
         sample = generate(fem, corpus.tokenizer, sentence, recipe.seed)
         for part in (fem, corpus.tokenizer):
             part.save_pretrained(folder / "model")
+        argmax.draw_curves(folder / "argmax.png", curves, task)
+        draw(folder, lm_curves, reading)
         measured = {"argmax": argmax.scores(curves), "curves": curves, "lm": scores, "lm_curves": lm_curves}
         results = under_way.finish(measured | {"reading": reading})
-        redraw(results, asdict(recipe), folder)
         text = report(recipe, tables, argmax.ended(curves, task), caption(reading), sample)
         (folder / "report.md").write_text(text, encoding="utf-8")
     show_table("Every channel's maximum in one read", tables["argmax"])
     show_table("Language models of equal size", tables["lm"])
-    Console().print(f"{sample}\n{NEXT.format(output)}", markup=False, highlight=False, soft_wrap=True)
+    Console().print(sample, markup=False, highlight=False, soft_wrap=True)
     return results
 
 
@@ -121,15 +118,14 @@ def language_rows(scores: Mapping[str, dict], bytes_per_token: float) -> list[di
     ]
 
 
-def redraw(results: Mapping, recipe: Mapping, folder: Path) -> None:
-    """argmax.png, lm.png and reading.png, from what results.json holds."""
-    argmax.redraw(results, asdict(ArgmaxRecipe()), folder)
+def draw(folder: Path, curves: ByMixer, reading: Mapping) -> None:
+    """lm.png, the losses over steps and over time, and reading.png, what two heads read."""
     panels = [
         ("validation loss (nats per token)", "step", "step", "val_loss"),
         ("the same over time", "seconds of training on this machine", "seconds", "val_loss"),
     ]
-    pictures.curves(folder / "lm.png", "Language models of equal size", results["lm_curves"], panels)
-    words, heads = results["reading"]["words"], results["reading"]["shown"]
+    pictures.curves(folder / "lm.png", "Language models of equal size", curves, panels)
+    words, heads = reading["words"], reading["shown"]
     tables = [(head["title"], np.array(head["prior"]), np.array(head["channels"])) for head in heads]
     channel_readings(folder / "reading.png", "What each channel reads at the end of the sentence", words, tables)
 

@@ -41,7 +41,7 @@ class DemoRecipe:
             raise ValueError(f"heads must divide width = {self.width}, got {self.heads}.")
 
     def language(self) -> LanguageRecipe:
-        """What both language models share."""
+        """The settings that both language models share."""
         from fem_research.lm.small import LanguageRecipe
 
         excluded = ("text_file", "seeds", "argmax_steps", "threads", "batch_size")

@@ -200,7 +200,7 @@ def train(job: Job, folder: Path, bars: Progress) -> dict:
 
 
 def record(job: Job, model: nn.Module, forecast: Forecast, test: Windows, seconds: float, curve: list[dict]) -> dict:
-    """What is kept of a run: its names, size, errors on test, CPU seconds of training, curve and one forecast."""
+    """The record of a run: its names, size, errors on test, CPU seconds of training, curve and one forecast."""
     names = {"data": job.series.name, "horizon": job.horizon, "model": job.model, "seed": job.seed}
     sizes = {"lookback": job.lookback, "parameters": count_parameters(model)}
     scores = score(forecast, test)._asdict()

@@ -138,6 +138,21 @@ class Ablation:
     def _losses(self, row: str) -> list[float]:
         return [record["val_loss"] for record in self.chosen[row]]
 
+    def summary(self) -> dict[str, dict]:
+        """Every loss of every row, by seed and by learning rate; and what a step takes, where it was measured."""
+        return {
+            self.name(row): {
+                "loss": self._losses(row),
+                "learning_rate": self.best(row),
+                "validation_by_rate": {f"{rate:g}": record["val_loss"] for rate, record in self.tuning[row].items()},
+                "steps": records[0]["job"]["language"]["steps"],
+                "ms": 1e3 * self.seconds[row] if self.seconds else None,
+                "parameters": records[0]["parameters"],
+                "tokens_per_second": mean(record["tokens_per_second"] for record in records),
+            }
+            for row, records in self.chosen.items()
+        }
+
     def tuning_table(self) -> list[dict]:
         """A line per row of the ablation, a column per learning rate."""
         return [
@@ -177,12 +192,10 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         tables={"table": table, "learning_rates": ablation.tuning_table()},
         page=lambda folder: page(folder, ablation, recipe),
         results={
-            "ablate": {row["mixer"]: row for row in table},
-            "learning_rates": {row["mixer"]: row for row in ablation.tuning_table()},
+            "ablate": ablation.summary(),
             "curves": {
                 ablation.name(row): [record["curve"] for record in records] for row, records in ablation.chosen.items()
             },
-            "prior": recipe.prior,
         },
         draw=curves,
         shown=(

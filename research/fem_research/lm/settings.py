@@ -71,7 +71,7 @@ def row_of(mixer: str, prior: str) -> str:
 
 
 def remark(row: str) -> str:
-    """What the row is, in words."""
+    """The row in words."""
     whole, *options = row.split("/")
     name = whole.removesuffix(UNNORMALISED)
     raw = ["unnormalised"] if whole != name else []

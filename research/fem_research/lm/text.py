@@ -47,7 +47,7 @@ def build_corpus(text: Path | list[str] | None, vocabulary: int, context: int) -
 
 
 def source_name(text: Path | None) -> str:
-    """What a page calls the text of `build_corpus`."""
+    """The name of the text of `build_corpus` on a page."""
     return "the sources and help topics of Python" if text is None else text.name
 
 

@@ -26,7 +26,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How one model is trained and tested. enough: the accuracy at which it ends at a test; None: at its last step."""
+    """Settings of a training and its tests. enough: the accuracy at which it ends at a test; None: at its last step."""
 
     heads: int
     batch: int
@@ -173,7 +173,7 @@ def _length(job: Job) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MADRecipe:
-    """What a sweep compares. Lists are names or numbers with commas between them."""
+    """Mixers, tasks and settings of a sweep. Lists are names or numbers with commas between them."""
 
     profile: str = option("laptop", f"Which settings, sizes and training: {' or '.join(PROFILES)}.")
     mixers: str = option(
@@ -217,7 +217,7 @@ class MADRecipe:
         return replace(profile, training=training, **{name: numbers(name, text) for name, text in chosen.items()})
 
     def cost(self) -> str:
-        """What the sweep takes at most: trainings, optimiser steps, and tokens that a model reads in training."""
+        """The sweep's cost at most: trainings, optimiser steps, and tokens that a model reads in training."""
         jobs = self.jobs()
         steps = sum(job.setting.steps for job in jobs)
         tokens = sum(

@@ -71,7 +71,9 @@ def digest(name: str, folder: Path | None) -> dict[str, str]:
 @functools.lru_cache(maxsize=1)
 def bags(name: str, folder: Path | None) -> Bags:
     paths = files(name, folder)
-    found = {"mil": of_table, "sklearn": of_pictures, "aeon": of_series}[SETS[name][0]](paths, *WINDOWS.get(name, ()))
+    found = {"mil": bags_of_table, "sklearn": bags_of_pictures, "aeon": bags_of_series}[SETS[name][0]](
+        paths, *WINDOWS.get(name, ())
+    )
     elements, labels = zip(*found)
     number = {label: index for index, label in enumerate(sorted(set(labels)))}
     lengths = torch.tensor([len(bag) for bag in elements])
@@ -79,20 +81,20 @@ def bags(name: str, folder: Path | None) -> Bags:
     return Bags(x, torch.arange(x.shape[1]) < lengths[:, None], torch.tensor([number[label] for label in labels]))
 
 
-def of_table(paths: list[Path]) -> list[tuple[np.ndarray, str]]:
+def bags_of_table(paths: list[Path]) -> list[tuple[np.ndarray, str]]:
     """Every bag's elements and its label, from lines of label, bag, features."""
     table = pd.read_csv(paths[0], header=None, dtype="float32")
     return [(bag.to_numpy()[:, 2:], str(int(bag.iloc[0, 0]))) for _, bag in table.groupby(1)]
 
 
-def of_pictures(paths: list[Path]) -> list[tuple[np.ndarray, str]]:
+def bags_of_pictures(paths: list[Path]) -> list[tuple[np.ndarray, str]]:
     """Row, column and ink of every picture's points above half of the most ink, 16, from lines of 64 inks, label."""
     place = np.indices((8, 8)).reshape(2, 64).T
     lines = np.loadtxt(paths[0], delimiter=",", dtype="float32")
     return [(np.column_stack([place, x[:64]])[x[:64] > 8].astype("float32"), str(int(x[64]))) for x in lines]
 
 
-def of_series(paths: list[Path], window: int, stride: int) -> list[tuple[np.ndarray, str]]:
+def bags_of_series(paths: list[Path], window: int, stride: int) -> list[tuple[np.ndarray, str]]:
     """Windows of `window` samples of every series, and its label, from lines "channel:channel: ... :label"."""
     series_bags = []
     for path in paths:
@@ -109,7 +111,7 @@ INNER = 4  # of as many parts of the training bags, one chooses the learning rat
 
 
 def parts(label: Int[Tensor, " n"], folds: int, seed: int) -> Int[Tensor, " n"]:
-    """Which part every bag is in: bags in random order are dealt out class by class, so that all have their shares."""
+    """The part of every bag: bags in random order are dealt out class by class, so that all have their shares."""
     order = torch.randperm(len(label), generator=Generator().manual_seed(seed))
     dealt = order[label[order].argsort(stable=True)]
     part = torch.empty_like(label)
@@ -118,7 +120,7 @@ def parts(label: Int[Tensor, " n"], folds: int, seed: int) -> Int[Tensor, " n"]:
 
 
 def stretches(bags: int, folds: int) -> Int[Tensor, " n"]:
-    """Which of so many stretches of the file every bag is in: a writer's pictures come together there."""
+    """The stretch of the file that every bag is in: a writer's pictures come together there."""
     return torch.arange(bags) * folds // bags
 
 
@@ -151,7 +153,7 @@ def fit(data: Bags, of: Int[Tensor, " n"], job: Job, rate: float) -> BagModel:
 
 @torch.no_grad()
 def answers(model: BagModel, data: Bags, of: Int[Tensor, " n"]) -> tuple[Tensor, float]:
-    """Which of these bags are answered rightly, and the mean cross-entropy."""
+    """A mask of the bags that are answered rightly, and the mean cross-entropy."""
     x, keep, label = cut(data, of)
     said = model(x, keep)[:, 0]
     return said.argmax(-1) == label, F.cross_entropy(said, label).item()

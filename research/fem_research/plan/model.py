@@ -61,7 +61,7 @@ def split_shape(name: str, shape: tuple[int, ...], config: FEMConfig, tensor: in
 
 
 def style_of(name: str, config: FEMConfig) -> str | None:
-    """How tensor parallelism splits the parameter; None: every process has it whole."""
+    """The way in which tensor parallelism splits the parameter; None: every process has it whole."""
     if name in ("model.embed_tokens.weight", "lm_head.weight"):
         return "colwise"
     module = re.sub(r"\.\d+\.", ".*.", name.removeprefix("model."))

@@ -19,7 +19,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Card:
-    """What a vendor's data sheet says: bfloat16 operations, bytes, and bytes a second (one way, of one GPU)."""
+    """Figures of a vendor's data sheet: bfloat16 operations, bytes, and bytes a second (one way, of one GPU)."""
 
     flops: float
     memory: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fem.tables import markdown_table
+from fem.tables import show_table
 from fem_research.plan import cost
 from fem_research.plan.cost import Job
 from fem_research.plan.model import weights
@@ -22,14 +22,14 @@ def table(job: Job) -> list[dict[str, str]]:
     held, told = cost.memory(job), cost.prediction(job)
     line("parameters", f"{sum(w.count for w in weights(job.size, job.form)):,}", "counted")
     for name, size in held.items():
-        how = "counted" if name in COUNTED else "counted on a CPU" if name == "activations" else "formula"
+        how = "counted" if name in COUNTED else "counted, CPU" if name == "activations" else "formula"
         line(f"memory of a GPU: {name}", gb(size), how)
     line("memory of a GPU", gb(sum(held.values())), "sum")
     line("longest row that fits", f"{cost.longest(job):,} tokens", "formula")
     line("operations a token", f"{cost.flops_per_token(job):.3g}", "formula")
     for name, size in cost.messages(job).items():
         if size:
-            line(f"bytes a step over {cost.wires(job)[name]}: {name}", gb(size), "formula, checked by counting")
+            line(f"bytes a step over {cost.wires(job)[name]}: {name}", gb(size), "formula, counted")
     forms = {"utilisation": "{:.0%}", "likely tokens a day": "{:.3g}"}
     for name, value in told.items():
         line(name, forms.get(name, "{:.3f} s").format(value), "PREDICTED")
@@ -40,6 +40,7 @@ def table(job: Job) -> list[dict[str, str]]:
 
 
 def show(job: Job) -> None:
-    print(markdown_table(table(job)))
+    show_table("What a training costs", table(job))
     print(cost.advice(job))
-    print("Times are predictions from data sheets (research/results/checks/plan.md); nothing of it ran on a GPU.")
+    print("Times are predictions from data sheets; nothing of it ran on a GPU.")
+    print("What was counted: research/results/checks/plan.md")

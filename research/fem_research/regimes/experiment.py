@@ -197,5 +197,5 @@ def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict
 
 
 def error(record: dict) -> float:
-    """What decides between learning rates: the last score on the validation, upside down."""
+    """The error by which learning rates are chosen: minus the last score on the validation."""
     return -record["curve"][-1]["validation"]

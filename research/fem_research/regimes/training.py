@@ -56,7 +56,7 @@ STREAMS = {"train": 0, "validation": 1, "test": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What all models of a table share."""
+    """The settings that all models of a table share."""
 
     width: int = 64
     heads: int = 4
