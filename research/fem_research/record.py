@@ -18,16 +18,15 @@ from fem_research.common.names import display
 Row = dict[str, Any]
 FILES = {"ablate": "language", "finetune": "language", "natural": "pooling", "bench": "cost"}
 TIMES = ("forward", "train", "token")
-SETTINGS = {name: name for name in ("blocks", "layers", "mlp_width", "vocabulary", "context", "batch", "folds")}
-SETTINGS |= {name: name for name in ("initialisation", "image_size", "patch_size", "epochs", "conv_form")}
-CURVES = {"val_loss": "loss"}
+SETTINGS = ("blocks", "layers", "mlp_width", "vocabulary", "context", "batch", "folds", "initialisation")  # of recipes
+SETTINGS += ("image_size", "patch_size", "epochs")
 SIZES = ("train_extra_bytes", "state_bytes", "forward_flop", "train_flop", "parameters")
 
 
 def rows_of(config: Mapping, results: Mapping) -> list[Row]:
     """A row for every training of a run, from what its config.json and results.json hold."""
     recipe = config["recipe"]
-    settings = {column: recipe[name] for name, column in SETTINGS.items() if recipe.get(name) is not None}
+    settings = {name: recipe[name] for name in SETTINGS if recipe.get(name) is not None}
     return [settings | row | _made(config) for row in EXPERIMENTS[config["experiment"]](recipe, results)]
 
 
@@ -36,9 +35,7 @@ def curves_of(config: Mapping, results: Mapping) -> Iterator[Row]:
     for name, seeds in results.get("curves", {}).items():
         for seed, points in enumerate(seeds, start=config["recipe"]["seed"]):
             for point in points:
-                yield {"mixer": display(name), "seed": seed} | {
-                    CURVES.get(field, field): point[field] for field in point
-                }
+                yield {"mixer": display(name), "seed": seed} | point
 
 
 def _made(config: Mapping) -> Row:

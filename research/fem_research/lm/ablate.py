@@ -194,7 +194,8 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
         results={
             "ablate": ablation.summary(),
             "curves": {
-                ablation.name(row): [record["curve"] for record in records] for row, records in ablation.chosen.items()
+                ablation.name(row): [[as_drawn(point) for point in record["curve"]] for record in records]
+                for row, records in ablation.chosen.items()
             },
         },
         draw=curves,
@@ -203,6 +204,11 @@ def run(recipe: AblateRecipe, output: Path) -> dict:
             [{name: value for name, value in row.items() if name not in ON_THE_PAGE_ALONE} for row in table],
         ),
     )
+
+
+def as_drawn(point: Mapping) -> dict:
+    """A point of a curve by the names of the record."""
+    return {"step": point["step"], "tokens": point["tokens"], "loss": point["val_loss"]}
 
 
 def train_job(job: Job, corpus: Corpus, bars: Progress, place: Path) -> dict:
@@ -247,5 +253,5 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
 
 def curves(results: Mapping, folder: Path) -> None:
     """curves.png: the validation loss of every row over the steps, a line per seed."""
-    title, panel = "Validation loss over steps: a line per seed", ("nats per token", "step", "step", "val_loss")
+    title, panel = "Validation loss over steps: a line per seed", ("nats per token", "step", "step", "loss")
     pictures.curves(folder / "curves.png", title, results["curves"], [panel], logarithmic=True)
