@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fem.ops.common import token_kernels
 from fem.ops.conditioner import conditioner_kernels as of_conditioner
+from fem.ops.linear_attention import feature_kernels, scan_kernels
 from fem.ops.softmax import card_attention as of_attention
 from fem.ops.softmax import one_query_kernels
 from fem.ops.softmax.fused import doubt_kernels as doubt
@@ -24,7 +25,7 @@ from fem.ops.softmax.fused import elementwise_kernels as of_softmax
 from fem.ops.softmax.fused import fused_attention as attention
 
 SM = int(os.environ.get("FAKE_SM", "90"))
-KERNELS = (of_softmax, doubt, of_conditioner, one_query_kernels, token_kernels)
+KERNELS = (of_softmax, doubt, of_conditioner, one_query_kernels, token_kernels, scan_kernels, feature_kernels)
 SHARED = {80: 163, 89: 99, 90: 227, 120: 99}  # KiB of shared memory that a program may ask for
 
 _loaded: list[tuple[str, bytes]] = []  # Triton's kernels, compiled

@@ -11,7 +11,7 @@ import fla_reference
 import pytest
 import torch
 import torch.nn.functional as F
-from reads import KEYED, gradients_of, make
+from reads import KEEPS_VALUES, KEYED, LAYOUTS, gradients_of, make
 
 from fem.ops.common import backend
 from fem.ops.common.rope import frequencies, rotate_all
@@ -173,6 +173,16 @@ def test_bfloat16_values_are_read_to_their_precision(proven, name, values, limit
         assert (found.double() - wanted).norm() <= 1e-2 * call.arguments["v"].double().norm()
     gradients = [error for error, _ in errors(call, (("plain", torch.float64), ("plain", None), ("triton", None)))][2:]
     assert values < 1 or max(gradients) <= limit, gradients
+
+
+@pytest.mark.parametrize("layout", KEEPS_VALUES)
+@every_scan
+def test_a_kernel_reads_tensors_however_they_lie(proven, name, layout):
+    call = draw(name, 17, free=4)
+    strange = call.set(**{n: LAYOUTS[layout](x) for n, x in call.along.items()})
+    for one, other in zip(strange.read(backend="triton"), call.read(backend="triton")):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert proven == [True, True]
 
 
 @every_scan
