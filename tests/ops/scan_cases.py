@@ -192,6 +192,19 @@ def test_float16_values_keep_their_digits(proven, name):
 
 
 @every_scan
+def test_a_loss_of_the_last_state_only_has_gradients(proven, name):
+    found = []
+    for by in ("plain", "triton"):
+        call = draw(name, 33).leaves()
+        _, state = call.read(backend=by, return_state=True)
+        total = sum(x.square().sum() for x in state.memory.values())
+        found.append(torch.autograd.grad(total, call.tensors(), materialize_grads=True))
+    assert proven == [True]
+    for wanted, one in zip(*found):
+        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-4)
+
+
+@every_scan
 def test_second_derivatives_are_those_of_the_plain_form(proven, name):
     found = []
     for by, dtype in (("plain", torch.float64), ("triton", torch.float32)):

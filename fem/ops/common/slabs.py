@@ -158,8 +158,11 @@ class SlabScan:
             inputs, borders = _doubled(inputs), Terms(*double(*borders))
             d_reads, d_memory = double(*d_reads), double(*d_memory)
         asked = [n for n, (x, w) in enumerate(zip(inputs, wanted)) if x is not None and w]
-        found = {n: torch.zeros_like(inputs[n], memory_format=torch.contiguous_format) for n in asked if n >= self.time}
-        found |= {n: torch.empty_like(inputs[n], memory_format=torch.contiguous_format) for n in asked if n < self.time}
+        at_once = kernels and self.direct  # one slab, whose gradients are new tensors
+        made = lambda n: (torch.empty_like if n < self.time else torch.zeros_like)(  # noqa: E731
+            inputs[n], memory_format=torch.contiguous_format
+        )
+        found = {} if at_once else {n: made(n) for n in asked}
         for number, piece in reversed(list(enumerate(self._slabs(inputs, kernels)))):
             with recorded(), without_autocast(borders.mean.device):
                 given = [None if x is None else x.detach() for x in self._cut(inputs, piece)]
@@ -172,7 +175,9 @@ class SlabScan:
                 gradients = torch.autograd.grad(outputs, leaves, cotangents, materialize_grads=True)
             d_memory = gradients[:3]
             for n, part in zip(asked, gradients[3:]):
-                if n < self.time:
+                if at_once:
+                    found[n] = part.contiguous()
+                elif n < self.time:
                     found[n][:, piece] = part
                 else:
                     found[n] += part

@@ -3,8 +3,9 @@
     e = exp(beta (f - c))        sums = kernel(q, k, [v | e | 1])        mean = sums_v / sums_1
     F = c + log(sums_e / sums_1) / beta
 
-Beside that kernel there are five launches forward, one of them for the memory after the last token, and two or three
-backward with the sums of beta's gradient. The host waits once, to see whether anything is in doubt.
+Beside that kernel there are five launches forward, one of them for the memory after the last token, and three backward,
+one of them for the sums of beta's gradient; a state in and out has two more. The host waits once, forward, to see
+whether anything is in doubt.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def kernel_read(
 
 
 class _KernelRead(torch.autograd.Function):
+    """The read, the memory after it and the flag of doubt."""
+
     @staticmethod
     def forward(ctx, again, stated, q, k, g, opens, v, f, beta, *memory):
         recorded = any(ctx.needs_input_grad)
@@ -97,7 +100,8 @@ class _KernelRead(torch.autograd.Function):
                 pairs.append((last, _through_unpack(sizes, last, heaviest, scheme, beta, d_after, of_after, True)))
             outputs, cotangents = zip(*pairs)
             leaves = [x for x in inputs if x is not None]
-            found = iter(torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True))  # as the outer may be
+            found = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, materialize_grads=True)
+            found = iter(found)
             d_q, d_k, d_items, d_decay, d_state = (None if x is None else next(found) for x in inputs)
             d_g, d_v, d_f = _through_pack(sizes, d_items, d_decay, g, v, f, beta, scheme, of_items)
             d_memory = [None] * 3
@@ -162,8 +166,9 @@ def _packed(
     g, spread = _decay(g), _spread(g)
     g_out = made(batch, time, heads, sizes.key) if spread else g
     sizes.launch(
-        K.scan_pack_kernel, (heads * sizes.tiles(time), batch, 1), q, k, g, v, f, beta, scheme, q_out, k_out, g_out, items,
-        time, heads, *v.stride()[:3], *f.stride()[:3], CAST_Q=q_out is not q, CAST_K=k_out is not k, SPREAD=spread,
+        K.scan_pack_kernel, (heads * sizes.tiles(time), batch, 1), q, k, g, v, f, beta, scheme, q_out, k_out, g_out,
+        items, time, heads, *v.stride()[:3], *f.stride()[:3], CAST_Q=q_out is not q, CAST_K=k_out is not k,
+        SPREAD=spread,
     )  # fmt: skip
     return [q_out, k_out, items, g_out, state], scheme, heaviest, flag
 
@@ -184,8 +189,8 @@ def _unpacked(sizes: _Sizes, sums: Tensor, weigh: Tensor, scheme, beta, flag, dt
     made = lambda width, dtype: torch.empty(*sums.shape[:3], width, dtype=dtype, device=sums.device)  # noqa: E731
     terms = Terms(made(1, torch.float32), made(sizes.mean, dtype), made(sizes.free, dtype))
     sizes.launch(
-        K.scan_unpack_kernel, (heads * sizes.tiles(rows), batch, 1), sums.contiguous(), weigh, scheme, beta, *terms, flag,
-        rows, heads, CELLS=cells,
+        K.scan_unpack_kernel, (heads * sizes.tiles(rows), batch, 1), sums.contiguous(), weigh, scheme, beta, *terms,
+        flag, rows, heads, CELLS=cells,
     )  # fmt: skip
     return terms
 
