@@ -161,10 +161,10 @@ def test_weights_of_any_size_are_summed(name, scale):
     check(call.set(k=scale * call.arguments["k"]), 4e-6, exact="plain", sizes=(20, 13))
 
 
-@pytest.mark.parametrize(("values", "limit"), [(1.0, 3e-2), (1e-2, 3e-2)])
+@pytest.mark.parametrize("values", [1.0, 1e-2])
 @every_scan
-def test_bfloat16_values_are_read_to_their_precision(proven, name, values, limit):
-    """Also where they hardly differ: F's distance from the mean has digits of its own."""
+def test_bfloat16_values_are_read_to_their_precision(proven, name, values):
+    """Also where they hardly differ. Gradients of queries are differences, of which two columns keep the digits."""
     call = draw(name, 65, torch.bfloat16, width=8)
     call = call.set(v=(values * call.arguments["v"].float()).bfloat16())
     (mean, free), exact = call.read(backend="triton"), call.map(torch.Tensor.double).read(backend="plain")
@@ -172,7 +172,7 @@ def test_bfloat16_values_are_read_to_their_precision(proven, name, values, limit
     for found, wanted in zip((mean, free), exact):
         assert (found.double() - wanted).norm() <= 1e-2 * call.arguments["v"].double().norm()
     gradients = [error for error, _ in errors(call, (("plain", torch.float64), ("plain", None), ("triton", None)))][2:]
-    assert values < 1 or max(gradients) <= limit, gradients
+    assert values < 1 or max(gradients) <= 1.25e-2, gradients
 
 
 @pytest.mark.parametrize("layout", KEEPS_VALUES)
