@@ -47,6 +47,7 @@ def kernel_read(
     q, k and what the sums are of are rounded to bfloat16 where v is bfloat16, else they are float32. stated: whether
     the memory holds anything. again: the same results of (*inputs, *memory), differentiable any number of times.
     """
+    beta, *memory = (x.contiguous() for x in (beta, *memory))
     *found, flag = _KernelRead.apply(again, stated, q, k, g, opens, v, None if f is v else f, beta, *memory)
     return None if bool(flag) else (Terms(*found[:3]), Terms(*found[3:]))
 
