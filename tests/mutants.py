@@ -52,6 +52,11 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
            "2.0, 64.0, 16.0", "2.0, 64.0, 1e9", EDGES, READS),
     Mutant("a state space holds rows next to the end of float32", "fem/ops/ssm/ssm_read.py",
            "LEAST_SHIFT = -25.0", "LEAST_SHIFT = -85.0", "tests/ops/test_composed.py"),
+    Mutant("doubtful rows of linear attention raise no flag", "fem/ops/linear_attention/scan_kernels.py",
+           "    if tl.max(doubtful.to(tl.int32)) > 0:", "    if tl.max(doubtful.to(tl.int32)) > 1:",
+           "tests/ops/test_scan_kernels.py"),
+    Mutant("bfloat16 rounds the gradient of linear attention's weights", "fem/ops/linear_attention/scan_kernels.py",
+           "(d_weight - rounded)", "(0.0 * rounded)", "tests/ops/test_scan_kernels.py"),
     # The mathematics of the layer.
     Mutant("values wider than the keys see the later queries of their block", "fem/ops/softmax/attend.py",
            "            s[..., keys].add_(hidden)",

@@ -11,7 +11,7 @@ import fla_reference
 import pytest
 import torch
 import torch.nn.functional as F
-from reads import KEYED, gradients_of, make
+from reads import KEEPS_VALUES, KEYED, LAYOUTS, gradients_of, make
 
 from fem.ops.common import backend
 from fem.ops.common.rope import frequencies, rotate_all
@@ -161,10 +161,10 @@ def test_weights_of_any_size_are_summed(name, scale):
     check(call.set(k=scale * call.arguments["k"]), 4e-6, exact="plain", sizes=(20, 13))
 
 
-@pytest.mark.parametrize(("values", "limit"), [(1.0, 3e-2), (1e-2, 3e-2)])
+@pytest.mark.parametrize("values", [1.0, 1e-2])
 @every_scan
-def test_bfloat16_values_are_read_to_their_precision(proven, name, values, limit):
-    """Also where they hardly differ: F's distance from the mean has digits of its own."""
+def test_bfloat16_values_are_read_to_their_precision(proven, name, values):
+    """Also where they hardly differ. Gradients of queries are differences, of which two columns keep the digits."""
     call = draw(name, 65, torch.bfloat16, width=8)
     call = call.set(v=(values * call.arguments["v"].float()).bfloat16())
     (mean, free), exact = call.read(backend="triton"), call.map(torch.Tensor.double).read(backend="plain")
@@ -172,13 +172,37 @@ def test_bfloat16_values_are_read_to_their_precision(proven, name, values, limit
     for found, wanted in zip((mean, free), exact):
         assert (found.double() - wanted).norm() <= 1e-2 * call.arguments["v"].double().norm()
     gradients = [error for error, _ in errors(call, (("plain", torch.float64), ("plain", None), ("triton", None)))][2:]
-    assert values < 1 or max(gradients) <= limit, gradients
+    assert values < 1 or max(gradients) <= 1.25e-2, gradients
+
+
+@pytest.mark.parametrize("layout", KEEPS_VALUES)
+@every_scan
+def test_a_kernel_reads_tensors_however_they_lie(proven, name, layout):
+    call = draw(name, 17, free=4)
+    strange = {n: LAYOUTS[layout](x) for n, x in call.along.items()}
+    strange = call.set(**strange, beta=call.arguments["beta"].T.contiguous().T)
+    for one, other in zip(strange.read(backend="triton"), call.read(backend="triton")):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert proven == [True, True]
 
 
 @every_scan
 def test_float16_values_keep_their_digits(proven, name):
     check(draw(name, 65, torch.float16, width=8), 2e-3, exact="plain")
     assert all(proven)
+
+
+@every_scan
+def test_a_loss_of_the_last_state_only_has_gradients(proven, name):
+    found = []
+    for by in ("plain", "triton"):
+        call = draw(name, 33).leaves()
+        _, state = call.read(backend=by, return_state=True)
+        total = sum(x.square().sum() for x in state.memory.values())
+        found.append(torch.autograd.grad(total, call.tensors(), materialize_grads=True))
+    assert proven == [True]
+    for wanted, one in zip(*found):
+        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-4)
 
 
 @every_scan

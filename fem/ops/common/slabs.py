@@ -60,7 +60,7 @@ class SlabScan:
         """What every token reads, and the memory after the last."""
         v = inputs[self.time - 2]
         if 0 in v.shape[:2]:
-            shapes = (x.shape for x in self._empty_reads(inputs, memory))
+            shapes = (x.shape for x in self._empty_results(inputs, memory, kernels)[:3])
             return Terms(*(connected_zeros(v, shape, *inputs, *memory) for shape in shapes)), memory
         with without_autocast(v.device):
             if portable():
@@ -128,6 +128,11 @@ class SlabScan:
         inputs, memory, kernels = arguments[: self.count], Terms(*arguments[self.count : -1]), arguments[-1]
         dtype, again, reads, borders = memory.mean.dtype, 0, [], [memory]
         with torch.no_grad(), without_autocast(memory.mean.device):
+            if self._at_once(kernels):
+                read, after, again = self._read(memory, kernels, inputs)
+                fallbacks.count(read.free_energy.numel(), again)
+                pairs = zip((*read, *after), self._empty_results(inputs, memory, kernels))
+                return [*(x.to(y.dtype).contiguous() for x, y in pairs), *(x.new_empty(0, *x.shape) for x in memory)]
             wide, pieces = not kernels and self._in_float64(inputs), self._slabs(inputs, kernels)
             if wide:
                 inputs, memory = _doubled(inputs), Terms(*double(*memory))
@@ -141,17 +146,23 @@ class SlabScan:
         borders = [torch.stack([x.to(dtype) for x in parts]) for parts in zip(*borders)]
         return [*out, *(x[-1].clone() for x in borders), *borders]
 
-    def _empty_reads(self, inputs: Sequence[Tensor | None], memory: Terms) -> list[Tensor]:
+    def _at_once(self, kernels: int) -> bool:
+        """Whether the call is one slab, whose read is in v's dtype and whose gradients are new tensors."""
+        return bool(kernels) and self.direct
+
+    def _empty_results(self, inputs: Sequence[Tensor | None], memory: Terms, kernels: int) -> list[Tensor]:
+        """What every token reads, and the memory after the last."""
         v, f = inputs[self.time - 2 : self.time]
-        widths = memory.log_weight.shape[-1], v.shape[-1], f.shape[-1]
-        return [memory.mean.new_empty(*v.shape[:-1], width) for width in widths]
+        like = v if self._at_once(kernels) else memory.mean
+        reads = (memory.mean, memory.log_weight), (like, v), (like, f)
+        reads = [one.new_empty(*v.shape[:-1], other.shape[-1]) for one, other in reads]
+        return [*reads, *(x.new_empty(x.shape) for x in memory)]
 
     def _empty(self, *arguments):
         inputs, memory, kernels = arguments[: self.count], Terms(*arguments[self.count : -1]), arguments[-1]
         time, size = inputs[self.time - 1].shape[1], self.size(*inputs)
-        count = 2 if kernels else (time + size - 1) // size + 1
-        borders = [x.new_empty(count, *x.shape) for x in memory]
-        return [*self._empty_reads(inputs, memory), *(x.new_empty(x.shape) for x in memory), *borders]
+        count = 0 if self._at_once(kernels) else 2 if kernels else (time + size - 1) // size + 1
+        return [*self._empty_results(inputs, memory, kernels), *(x.new_empty(count, *x.shape) for x in memory)]
 
     def _backward(self, grads, wanted, *arguments):
         """Gradients of the memory and of the inputs: each slab is read again from its border, the last one first."""
@@ -162,8 +173,11 @@ class SlabScan:
             inputs, borders = _doubled(inputs), Terms(*double(*borders))
             d_reads, d_memory = double(*d_reads), double(*d_memory)
         asked = [n for n, (x, w) in enumerate(zip(inputs, wanted)) if x is not None and w]
-        found = {n: torch.zeros_like(inputs[n], memory_format=torch.contiguous_format) for n in asked if n >= self.time}
-        found |= {n: torch.empty_like(inputs[n], memory_format=torch.contiguous_format) for n in asked if n < self.time}
+        at_once = self._at_once(kernels)
+        made = lambda n: (torch.empty_like if n < self.time else torch.zeros_like)(  # noqa: E731
+            inputs[n], memory_format=torch.contiguous_format
+        )
+        found = {} if at_once else {n: made(n) for n in asked}
         for number, piece in reversed(list(enumerate(self._slabs(inputs, kernels)))):
             with recorded(), without_autocast(borders.mean.device):
                 given = [None if x is None else x.detach() for x in self._cut(inputs, piece)]
@@ -176,7 +190,9 @@ class SlabScan:
                 gradients = torch.autograd.grad(outputs, leaves, cotangents, materialize_grads=True)
             d_memory = gradients[:3]
             for n, part in zip(asked, gradients[3:]):
-                if n < self.time:
+                if at_once:
+                    found[n] = part.contiguous()
+                elif n < self.time:
                     found[n][:, piece] = part
                 else:
                     found[n] += part
@@ -195,6 +211,7 @@ class SlabScan:
     def _differentiate(self, ctx, grads):
         saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
         inputs, memory, borders = saved[: self.count], saved[self.count : -3], saved[-3:]
+        borders = [x.unsqueeze(0) for x in memory] if self._at_once(ctx.kernels) else borders
         if torch.is_grad_enabled():
             return *again_differentiable(self.again, [*inputs, *memory], grads[:6]), None
         wanted = list(ctx.needs_input_grad[: self.count])

@@ -71,8 +71,8 @@ def _launch(q, k, q_known, k_known, q_out, k_out, cos, sin, eps: float, backward
     rows = max(1, NUMBERS // half)
     shared = cos is None or cos.ndim == 2
     with on(q.device):
-        features_kernel[(2 * heads, triton.cdiv(batch * time, rows))](
-            q, k, q_known, k_known, q_out, k_out, cos, sin, batch * time, time, time if shared else batch * time,
+        features_kernel[2 * heads * triton.cdiv(batch * time, rows),](
+            q, k, q_known, k_known, q_out, k_out, cos, sin, batch * time, time, time if shared else batch * time, heads,
             *q.stride()[:2], *k.stride()[:2], eps, WIDTH=width, TURNED=cos is not None, BACKWARD=backward, ROWS=rows,
             HALF=half,
         )  # fmt: skip
@@ -94,20 +94,19 @@ def angles_kernel(
 
 @triton.jit
 def features_kernel(
-    q, k, q_known, k_known, q_out, k_out, cos, sin, rows, time, period, q_batch, q_row, k_batch, k_row, eps,
+    q, k, q_known, k_known, q_out, k_out, cos, sin, rows, time, period, heads, q_batch, q_row, k_batch, k_row, eps,
     WIDTH: tl.constexpr, TURNED: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """phi of q and k; BACKWARD: the gradients of q and k from those of phi, whose known values say where it rises.
 
-    Programs of the first half of the heads read q, the others k.
+    Of 2 heads programs the first half reads q, the others k.
     """
-    heads = tl.num_programs(0) // 2
-    head, row = tl.program_id(0) % heads, tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    head, row = tl.program_id(0) % heads, tl.program_id(0) // (2 * heads) * ROWS + tl.arange(0, ROWS)
     plane = tl.arange(0, HALF)
     there = (row < rows)[:, None] & (plane < WIDTH // 2)[None]
     row = row.to(tl.int64)[:, None]
     to = (row * heads + head) * WIDTH + plane[None]
-    if tl.program_id(0) < heads:
+    if tl.program_id(0) % (2 * heads) < heads:
         x, known, y = q + row // time * q_batch + row % time * q_row, q_known + to, q_out + to
     else:
         x, known, y = k + row // time * k_batch + row % time * k_row, k_known + to, k_out + to

@@ -3,8 +3,9 @@
     e = exp(beta (f - c))        sums = kernel(q, k, [v | e | 1])        mean = sums_v / sums_1
     F = c + log(sums_e / sums_1) / beta
 
-Beside that kernel there are five launches forward, one of them for the memory after the last token, and two or three
-backward with the sums of beta's gradient. The host waits once, to see whether anything is in doubt.
+Beside that kernel there are five launches forward, one of them for the memory after the last token, and three backward,
+one of them for the sums of beta's gradient; a state in and out has two more. The host waits once, forward, to see
+whether anything is in doubt.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ from fem.ops.common.transforms import again_differentiable
 from fem.ops.linear_attention import scan_kernels as K
 from fem.ops.linear_attention.chunked import by_fla, refuses_decay_of_heads
 
-ITEMS = torch.bfloat16
 NUMBERS = 1024  # of a tile, 8 for each of 128 threads
 PART = 256  # tokens whose extremes one program finds
-CELLS = 16  # key channels of a memory that are read together
+CELLS = 8  # key channels of a memory that are read together
 
 
 def kernel_read(
@@ -47,11 +47,14 @@ def kernel_read(
     q, k and what the sums are of are rounded to bfloat16 where v is bfloat16, else they are float32. stated: whether
     the memory holds anything. again: the same results of (*inputs, *memory), differentiable any number of times.
     """
+    beta, *memory = (x.contiguous() for x in (beta, *memory))
     *found, flag = _KernelRead.apply(again, stated, q, k, g, opens, v, None if f is v else f, beta, *memory)
     return None if bool(flag) else (Terms(*found[:3]), Terms(*found[3:]))
 
 
 class _KernelRead(torch.autograd.Function):
+    """The read, the memory after it and the flag of doubt."""
+
     @staticmethod
     def forward(ctx, again, stated, q, k, g, opens, v, f, beta, *memory):
         recorded = any(ctx.needs_input_grad)
@@ -98,7 +101,8 @@ class _KernelRead(torch.autograd.Function):
                 pairs.append((last, _through_unpack(sizes, last, heaviest, scheme, beta, d_after, of_after, True)))
             outputs, cotangents = zip(*pairs)
             leaves = [x for x in inputs if x is not None]
-            found = iter(torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True))  # as the outer may be
+            found = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, materialize_grads=True)
+            found = iter(found)
             d_q, d_k, d_items, d_decay, d_state = (None if x is None else next(found) for x in inputs)
             d_g, d_v, d_f = _through_pack(sizes, d_items, d_decay, g, v, f, beta, scheme, of_items)
             d_memory = [None] * 3
@@ -144,20 +148,18 @@ def _packed(
 ) -> tuple[list[Tensor | None], Tensor, Tensor, Tensor]:
     """What the kernel of linear attention gets: q, k, items, g and the state; the scheme; the most that each key
     channel weighs, 0 where it holds nothing; and the flag of doubt."""
-    (batch, time, heads), dtype = v.shape[:3], ITEMS if v.dtype == torch.bfloat16 else torch.float32
-    q, k = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k))
+    (batch, time, heads), dtype = v.shape[:3], torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
+    q, k = q.contiguous(), k.contiguous()
     v, f = (x if x.stride(3) == 1 else x.contiguous() for x in (v, f))
     made = lambda *shape: torch.empty(shape, dtype=torch.float32, device=v.device)  # noqa: E731
     parts = triton.cdiv(time, PART)
     extremes = made(batch, heads, parts, 2 * sizes.free + sizes.key)
     flag = torch.empty((), dtype=torch.int32, device=v.device)
-    sizes.launch(
-        K.extremes_kernel, (heads, parts, batch), f, k, extremes, flag, time, PART, *f.stride()[:3], *k.stride()[:2]
-    )
+    sizes.launch(K.scan_extremes_kernel, (heads, parts, batch), f, k, extremes, flag, time, PART, *f.stride()[:3])
     scheme, heaviest = made(batch, heads, 3 * sizes.free + 1), made(batch, heads, sizes.key)
     state = made(batch, heads, sizes.key, sizes.width) if stated else None
     sizes.launch(
-        K.scheme_kernel, (heads, batch, 1), extremes, beta, *memory, scheme, heaviest, state, flag, parts,
+        K.scan_scheme_kernel, (heads, batch, 1), extremes, beta, *memory, scheme, heaviest, state, flag, parts,
         STATED=stated, PRECISE=dtype == torch.float32, CELLS=CELLS,
     )  # fmt: skip
     items = torch.empty(batch, time, heads, sizes.width, dtype=dtype, device=v.device)
@@ -165,9 +167,9 @@ def _packed(
     g, spread = _decay(g), _spread(g)
     g_out = made(batch, time, heads, sizes.key) if spread else g
     sizes.launch(
-        K.pack_kernel, (heads, sizes.tiles(time), batch), q, k, g, v, f, beta, scheme, q_out, k_out, g_out, items, time,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:3], *f.stride()[:3],
-        CAST_Q=q_out is not q, CAST_K=k_out is not k, SPREAD=spread,
+        K.scan_pack_kernel, (heads * sizes.tiles(time), batch, 1), q, k, g, v, f, beta, scheme, q_out, k_out, g_out,
+        items, time, heads, *v.stride()[:3], *f.stride()[:3], CAST_Q=q_out is not q, CAST_K=k_out is not k,
+        SPREAD=spread,
     )  # fmt: skip
     return [q_out, k_out, items, g_out, state], scheme, heaviest, flag
 
@@ -188,8 +190,8 @@ def _unpacked(sizes: _Sizes, sums: Tensor, weigh: Tensor, scheme, beta, flag, dt
     made = lambda width, dtype: torch.empty(*sums.shape[:3], width, dtype=dtype, device=sums.device)  # noqa: E731
     terms = Terms(made(1, torch.float32), made(sizes.mean, dtype), made(sizes.free, dtype))
     sizes.launch(
-        K.unpack_kernel, (heads, sizes.tiles(rows), batch), sums.contiguous(), weigh, scheme, beta, *terms, flag, rows,
-        CELLS=cells,
+        K.scan_unpack_kernel, (heads * sizes.tiles(rows), batch, 1), sums.contiguous(), weigh, scheme, beta, *terms,
+        flag, rows, heads, CELLS=cells,
     )  # fmt: skip
     return terms
 
@@ -201,8 +203,8 @@ def _through_unpack(sizes: _Sizes, sums, weigh, scheme, beta, grads, tilt: Tenso
     grads = [sums if grad is None else grad.contiguous() for grad in grads]
     d_sums = torch.empty(sums.shape, dtype=sums.dtype, device=sums.device)
     sizes.launch(
-        K.unpack_backward_kernel, (heads, sizes.tiles(rows), batch), sums.detach().contiguous(), weigh, scheme, beta,
-        *grads, d_sums, tilt, rows, GRADS=given, CELLS=cells,
+        K.scan_unpack_backward_kernel, (heads * sizes.tiles(rows), batch, 1), sums.detach().contiguous(), weigh, scheme,
+        beta, *grads, d_sums, tilt, rows, heads, GRADS=given, CELLS=cells,
     )  # fmt: skip
     return d_sums
 
@@ -216,8 +218,8 @@ def _through_pack(sizes: _Sizes, d_items, d_decay, g, v, f, beta, scheme, tilt) 
     spread, d_v, d_f = _spread(g), fresh(v), fresh(f)
     d_g = fresh(g) if spread else None
     sizes.launch(
-        K.pack_backward_kernel, (heads, sizes.tiles(time), batch), d_items.contiguous(), d_decay, source, beta,
-        scheme, d_g, d_v, d_f, tilt, time, *source.stride()[:3], SHARED=f is None, SPREAD=spread,
+        K.scan_pack_backward_kernel, (heads * sizes.tiles(time), batch, 1), d_items.contiguous(), d_decay, source, beta,
+        scheme, d_g, d_v, d_f, tilt, time, heads, *source.stride()[:3], SHARED=f is None, SPREAD=spread,
     )  # fmt: skip
     if g is not None and not spread:
         d_g = d_decay.view(g.shape).to(g.dtype)
@@ -229,7 +231,7 @@ def _through_entry(sizes: _Sizes, d_state, scheme, beta, memory, tilt) -> list[T
     batch, heads = scheme.shape[:2]
     grads = [torch.empty_like(x) for x in memory]
     sizes.launch(
-        K.enter_backward_kernel, (heads, batch, 1), d_state.contiguous(), scheme, beta, *memory, *grads, tilt,
+        K.scan_enter_backward_kernel, (heads, batch, 1), d_state.contiguous(), scheme, beta, *memory, *grads, tilt,
         CELLS=CELLS,
     )  # fmt: skip
     return grads

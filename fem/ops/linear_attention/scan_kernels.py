@@ -4,8 +4,8 @@
     mean = sums_v / sums_1       F = c + log(R) / beta, R = sums_e / sums_1
 
 In a narrow channel, in which beta f spans less than 2 nats, c is the middle of the values, e is exp(.) - 1 and F is
-c + log(1 + R) / beta: R is so small that it loses nothing when it is rounded. s is 1 but for weights beyond e^+-30. Sums that prove nothing raise a flag, at which the host
-looks: `fem.ops.common.sums` has the rule.
+c + log(1 + R) / beta: R is so small that it loses nothing when it is rounded. s is 1 but for weights beyond e^+-30.
+Sums that prove nothing raise a flag, at which the host looks: `fem.ops.common.sums` has the rule.
 
 A tile is a block of tokens of one head, or of key channels of one head's memory. The scheme of a head,
 (B, H, 3 FREE + 1), holds for each channel c, whether it is narrow and m, the middle of the values; then p. beta's
@@ -28,6 +28,12 @@ INFINITE = tl.constexpr(float("inf"))
 
 
 @triton.jit
+def place(heads):
+    """The head, tile and row of the batch of a program; heads come first, as they lie side by side in memory."""
+    return tl.program_id(0) % heads, tl.program_id(0) // heads, tl.program_id(1).to(tl.int64)
+
+
+@triton.jit
 def load_scheme(scheme, beta, cell, head, FREE: tl.constexpr, channel, there):
     """c, whether the channel is narrow, m and beta, a row each; and p."""
     row, at = scheme + cell * (3 * FREE + 1), head * FREE + channel
@@ -39,8 +45,8 @@ def load_scheme(scheme, beta, cell, head, FREE: tl.constexpr, channel, there):
 
 
 @triton.jit
-def extremes_kernel(
-    f, k, extremes, flag, time, part, f_batch, f_row, f_head, k_batch, k_row, FREE: tl.constexpr, KEY: tl.constexpr,
+def scan_extremes_kernel(
+    f, k, extremes, flag, time, part, f_batch, f_row, f_head, FREE: tl.constexpr, KEY: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The least and greatest f and the greatest k among `part` tokens, (B, H, parts, 2 FREE + KEY). Lowers the flag."""
@@ -57,7 +63,7 @@ def extremes_kernel(
         )
         low = tl.minimum(low, tl.where(in_free, x.to(tl.float32), INFINITE))
         high = tl.maximum(high, tl.where(in_free, x.to(tl.float32), -INFINITE))
-        at = batch.to(tl.int64) * k_batch + token * k_row + head * KEY + wide[None]
+        at = ((batch * time + token) * tl.num_programs(0) + head) * KEY + wide[None]
         most = tl.maximum(most, tl.load(k + at, inside & (wide < KEY)[None], other=0.0).to(tl.float32))
     found = extremes + ((batch * tl.num_programs(0) + head) * tl.num_programs(1) + step) * (2 * FREE + KEY)
     tl.store(found + channel, tl.min(low, 0), channel < FREE)
@@ -81,7 +87,7 @@ def load_cells(
 
 
 @triton.jit
-def scheme_kernel(
+def scan_scheme_kernel(
     extremes, beta, log_weight, mean, free, scheme, heaviest, state, flag, parts, MEAN: tl.constexpr,
     FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, STATED: tl.constexpr, PRECISE: tl.constexpr,
     COLUMNS: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, CELLS: tl.constexpr,
@@ -149,7 +155,7 @@ def scheme_kernel(
 
 
 @triton.jit
-def enter_backward_kernel(
+def scan_enter_backward_kernel(
     d_state, scheme, beta, log_weight, mean, free, d_log_weight, d_mean, d_free, d_beta, MEAN: tl.constexpr,
     FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr,
     CELLS: tl.constexpr,
@@ -181,16 +187,15 @@ def enter_backward_kernel(
 
 
 @triton.jit
-def pack_kernel(
-    q, k, g, v, f, beta, scheme, q_out, k_out, g_out, items, time, q_batch, q_row, k_batch, k_row, v_batch, v_row,
-    v_head, f_batch, f_row, f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr,
-    CAST_Q: tl.constexpr, CAST_K: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BROAD: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr,
+def scan_pack_kernel(
+    q, k, g, v, f, beta, scheme, q_out, k_out, g_out, items, time, heads, v_batch, v_row, v_head, f_batch, f_row,
+    f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, CAST_Q: tl.constexpr,
+    CAST_K: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr,
+    WIDE: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """s [v | e | 1], 0 behind them; q and k in the items' dtype where they have another; where SPREAD, a head's decay
     g (B, T, H) in every key channel."""
-    head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(0)
+    head, tile, batch = place(heads)
     channel, column, wide, rest = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), tl.arange(0, REST)
     row, cell = tile * ROWS + tl.arange(0, ROWS), batch * heads + head
     token, inside = row.to(tl.int64)[:, None], (row < time)[:, None]
@@ -209,10 +214,10 @@ def pack_kernel(
 
     keys = inside & (wide < KEY)[None]
     if CAST_Q:
-        x = tl.load(q + batch * q_batch + token * q_row + head * KEY + wide[None], keys, other=0.0)
+        x = tl.load(q + entry * KEY + wide[None], keys, other=0.0)
         tl.store(q_out + entry * KEY + wide[None], x, keys)
     if CAST_K:
-        x = tl.load(k + batch * k_batch + token * k_row + head * KEY + wide[None], keys, other=0.0)
+        x = tl.load(k + entry * KEY + wide[None], keys, other=0.0)
         tl.store(k_out + entry * KEY + wide[None], x, keys)
     if SPREAD:
         x = tl.load(g + entry, inside, other=0.0)
@@ -220,15 +225,14 @@ def pack_kernel(
 
 
 @triton.jit
-def pack_backward_kernel(
-    d_items, d_spread, f, beta, scheme, d_g, d_v, d_f, d_beta, time, f_batch, f_row, f_head, MEAN: tl.constexpr,
+def scan_pack_backward_kernel(
+    d_items, d_spread, f, beta, scheme, d_g, d_v, d_f, d_beta, time, heads, f_batch, f_row, f_head, MEAN: tl.constexpr,
     FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """df = beta exp(z) de, which d_v gets beside the mean's gradient where SHARED; where SPREAD, the sum of the
     decays' gradients of a head. d_beta: of this tile, sum_i exp(z) de (f - m)."""
-    head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(0)
+    head, tile, batch = place(heads)
     channel, column, wide = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE)
     row, cell = tile * ROWS + tl.arange(0, ROWS), batch * heads + head
     token, inside = row.to(tl.int64)[:, None], (row < time)[:, None]
@@ -247,7 +251,7 @@ def pack_backward_kernel(
         tl.store(d_v + entry * MEAN + column[None], light * mine, in_mean)
         tl.store(d_f + entry * FREE + channel[None], rate * d_e, in_free)
     tilt = tl.sum(tl.where(in_free, d_e * (x - middle), 0.0), 0)
-    tl.store(d_beta + ((batch * tl.num_programs(1) + tile) * heads + head) * FREE + channel, tilt, channel < FREE)
+    tl.store(d_beta + (batch * tl.num_programs(0) + tl.program_id(0)) * FREE + channel, tilt, channel < FREE)
     if SPREAD:
         each = tl.load(d_spread + entry * KEY + wide[None], inside & (wide < KEY)[None], other=0.0).to(tl.float32)
         tl.store(d_g + entry, tl.sum(each, 1)[:, None], inside)
@@ -255,15 +259,16 @@ def pack_backward_kernel(
 
 @triton.jit
 def load_sums(
-    sums, weigh, scheme, beta, rows, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr,
-    CELLS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
+    sums, weigh, scheme, beta, rows, heads, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr,
+    WIDTH: tl.constexpr, CELLS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """What a tile reads from its sums, everything in doubt or of no weight as 0."""
-    head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, tile, batch = place(heads)
     channel, column, wide = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE)
-    row, cell = tile * ROWS + tl.arange(0, ROWS), batch * tl.num_programs(0) + head
+    row, cell = tile * ROWS + tl.arange(0, ROWS), batch * heads + head
     token, inside = row.to(tl.int64)[:, None], (row < rows)[:, None]
-    entry = cell * rows + token if CELLS else (batch * rows + token) * tl.num_programs(0) + head
+    entry = cell * rows + token if CELLS else (batch * rows + token) * heads + head
     there = channel < FREE
     shift, narrow, middle, rate, scale = load_scheme(scheme, beta, cell, head, FREE, channel, there)
     in_mean, in_free = inside & (column < MEAN)[None], inside & there[None]
@@ -304,8 +309,8 @@ def load_sums(
 
 
 @triton.jit
-def unpack_kernel(
-    sums, weigh, scheme, beta, log_weight, mean, free, flag, rows, MEAN: tl.constexpr, FREE: tl.constexpr,
+def scan_unpack_kernel(
+    sums, weigh, scheme, beta, log_weight, mean, free, flag, rows, heads, MEAN: tl.constexpr, FREE: tl.constexpr,
     KEY: tl.constexpr, WIDTH: tl.constexpr, CELLS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BROAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -314,7 +319,7 @@ def unpack_kernel(
     weigh: of rows the queries, whose sum says how much a row of weight 1 would weigh; of cells what they hold at most.
     """
     entry, in_mean, in_free, inside, doubtful, known, weight, v, f, _ratio, _slope, _middle, _rate, scale = load_sums(
-        sums, weigh, scheme, beta, rows, MEAN, FREE, KEY, WIDTH, CELLS, ROWS, COLUMNS, BROAD, WIDE
+        sums, weigh, scheme, beta, rows, heads, MEAN, FREE, KEY, WIDTH, CELLS, ROWS, COLUMNS, BROAD, WIDE
     )
     tl.store(log_weight + entry, tl.where(known, logarithm(weight) + scale, LOG_ZERO), inside)
     tl.store(mean + entry * MEAN + tl.arange(0, BROAD)[None], v, in_mean)
@@ -324,8 +329,8 @@ def unpack_kernel(
 
 
 @triton.jit
-def unpack_backward_kernel(
-    sums, weigh, scheme, beta, d_log_weight, d_mean, d_free, d_sums, d_beta, rows, GRADS: tl.constexpr,
+def scan_unpack_backward_kernel(
+    sums, weigh, scheme, beta, d_log_weight, d_mean, d_free, d_sums, d_beta, rows, heads, GRADS: tl.constexpr,
     MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, CELLS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
@@ -334,7 +339,7 @@ def unpack_backward_kernel(
 
     GRADS: 1, 2 and 4, added up: which of d_log_weight, d_mean and d_free there are."""
     entry, in_mean, in_free, inside, _doubtful, known, weight, v, f, ratio, slope, middle, rate, _scale = load_sums(
-        sums, weigh, scheme, beta, rows, MEAN, FREE, KEY, WIDTH, CELLS, ROWS, COLUMNS, BROAD, WIDE
+        sums, weigh, scheme, beta, rows, heads, MEAN, FREE, KEY, WIDTH, CELLS, ROWS, COLUMNS, BROAD, WIDE
     )
     channel, column, rest = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, REST)
     dtype = d_sums.dtype.element_ty
@@ -358,6 +363,5 @@ def unpack_backward_kernel(
     rounded = d_weight.to(dtype).to(tl.float32)
     one = tl.where(rest == 0, 1.0, 0.0)[None] * rounded + tl.where(rest == 1, 1.0, 0.0)[None] * (d_weight - rounded)
     tl.store(to + MEAN + FREE + rest[None], one, inside & (rest < WIDTH - MEAN - FREE)[None])
-    heads = tl.num_programs(0)
-    at = ((tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * heads + tl.program_id(0)) * FREE
+    at = (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * FREE
     tl.store(d_beta + at + channel, tl.sum(tilt, 0), channel < FREE)
