@@ -100,6 +100,14 @@ def test_no_kernel_that_always_runs_spills(values):
     assert not above, above
 
 
+@pytest.mark.parametrize("prior", [prior for prior in PRIORS if prior != "softmax"])
+def test_no_kernel_of_a_scans_token_spills(prior):
+    found = card.registers(lambda: decode(build(prior_type=prior), "eager"))
+    kernels = {name: bytes for name, (_, bytes) in found.items() if name != "rotate_token_kernel"}
+    assert len([name for name in kernels if name.endswith("token_kernel")]) == 1 + (prior == "mamba_interactive")
+    assert not any(kernels.values()), found
+
+
 @pytest.mark.parametrize("fields, marks, mode", [
     ({"window": 64}, "none", "eager"),
     ({"n_kv_head": 2}, "documents", "eager"),
