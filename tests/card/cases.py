@@ -202,11 +202,14 @@ def test_a_model_generates(prior, form, cache):
 @pytest.mark.parametrize("prior", PRIORS)
 def test_a_token_can_be_captured_in_a_graph(prior):
     layer, x = build(64, 2, prior_type=prior).eval(), tokens(2, 1, 64)
-    with torch.no_grad():
-        for _ in range(3):
-            layer(x)
-        with torch.cuda.graph(torch.cuda.CUDAGraph()), card.record() as events:
-            layer(x)
+    _, state = layer(tokens(2, 9, 64), return_state=True)
+    for _ in range(3):
+        layer(x)
+        _, state = layer(x, state=state, return_state=True)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), card.record() as events:
+        layer(x)
+        layer(x, state=state, return_state=True)
+    assert not events.waits, events.summary()
     assert not [event for event in events if "illegal" in event], events.summary()
 
 
