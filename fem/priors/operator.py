@@ -161,12 +161,15 @@ def _documents(tokens: Tokens) -> int:
     """The largest number of documents in a row. Raises ValueError under vmap, where the number is unknown."""
     if tokens.document is None:
         return 1
-    if torch._C._functorch.is_batchedtensor(tokens.document):
+    try:
+        return int(tokens.document.max()) + 1
+    except RuntimeError as error:
+        if not transformed():
+            raise
         raise ValueError(
             "segment_ids cannot be mapped over by vmap with an operator prior, which runs op once for each document; "
             "leave them out or call the layer once for each row."
-        )
-    return int(tokens.document.max()) + 1
+        ) from error
 
 
 def _eager(x: Tensor) -> bool:

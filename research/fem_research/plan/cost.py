@@ -87,7 +87,7 @@ def messages(job: Job) -> dict[str, int]:
     all-gather: bfloat16 weights, in a pass every block twice (forward, backward), and the embeddings, which are the
     head, three times (forward, loss, backward). reduce-scatter: float32 gradients, of every block once, of the weights
     of the head twice (of the loss, of the embeddings). all-reduce (tensor): see `_tensor_messages`. rows: keys,
-    values and three integers a token (mask, document, position) of softmax layers, gathered in the forward pass (and
+    values and two integers a token (mask, document) of softmax layers, gathered in the forward pass (and
     again where blocks are recomputed), gradients of keys and values summed and scattered in the backward pass; the
     states that scans hand to a neighbour are small and not counted.
     """
@@ -105,7 +105,7 @@ def messages(job: Job) -> dict[str, int]:
     if job.rows_over > 1:
         softmax = [m for m in config.mixer_configs() if m.prior_type == "softmax"]
         pairs = sum(m.kv_heads * (m.key_width + m.value_width) for m in softmax) // job.tensor
-        token = 2 * pairs * (2 + job.recompute) + 3 * 8 * len(softmax) * (1 + job.recompute)
+        token = 2 * pairs * (2 + job.recompute) + 2 * 8 * len(softmax) * (1 + job.recompute)
         found["rows"] = job.passes * job.micro * job.context * token
     return found
 
