@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fem.ops.common.launch import by_kernels
 from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
@@ -50,7 +51,11 @@ def append(
     caches = [memory[name] if memory else x[:, :, :0] for name, x in zip(KEPT, (k, values))]
     plain = not (windowed or torch.is_grad_enabled() or torch.compiler.is_compiling())
     in_place = plain and not transformed(k, v, *caches)
-    longer = (_behind(cache, new, in_place) for cache, new in zip(caches, (k, values)))
+    if not (in_place and caches[0].dtype == k.dtype and caches[1].dtype == values.dtype):
+        longer = [_joined(*pair) for pair in zip(caches, (k, values))]
+    else:
+        longer, places = zip(*(_with_place(cache, k.shape[2]) for cache in caches))
+        _write(k, values, *places)
     return dict(zip(KEPT, longer)) | marks | start
 
 
@@ -102,20 +107,32 @@ def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens) -> Memor
 _rooms = WeakIdKeyDictionary()  # by a cache, until it is gone: the buffer that it begins, and True for who first asks
 
 
-def _behind(cache: Float[Tensor, "b h t d"], new: Float[Tensor, "b h n d"], in_place: bool) -> Float[Tensor, "b h _ d"]:
-    """New tokens behind a cache, which is not changed: where its buffer has room, or in one with an eighth more room.
+def _with_place(cache: Float[Tensor, "b h t d"], count: int) -> tuple[Tensor, Tensor]:
+    """The cache, which is not changed, with a place for so many tokens behind it, and that place: where its buffer has
+    room, or in one with an eighth more room.
 
     The place behind a cache is given to one continuation, and in one thread, as `next` is one step; others copy.
     """
-    if not in_place or cache.dtype != new.dtype:
-        return torch.cat([cache, new], 2) if cache.shape[2] else new.contiguous()
-    time, end = cache.shape[2], cache.shape[2] + new.shape[2]
+    time, end = cache.shape[2], cache.shape[2] + count
     buffer, first = _rooms.get(cache, (cache, iter(())))
     writable = torch.is_inference_mode_enabled() or not buffer.is_inference()
     if not (writable and end <= buffer.shape[2] and next(first, False)):
         buffer = cache.new_empty(*cache.shape[:2], end + end // 8, cache.shape[3])
         buffer[:, :, :time] = cache
-    buffer.narrow(2, time, new.shape[2]).copy_(new)
     longer = buffer.narrow(2, 0, end)
     _rooms[longer] = buffer, iter((True,))
-    return longer
+    return longer, buffer.narrow(2, time, count)
+
+
+def _write(k: Tensor, values: Tensor, k_place: Tensor, v_place: Tensor) -> None:
+    if k.shape[2] == 1 and by_kernels(k, values, k_place, v_place):
+        from fem.ops.common.token_kernels import append_token  # by Triton, which the library does not require
+
+        append_token(k, values, k_place, v_place)
+    else:
+        k_place.copy_(k)
+        v_place.copy_(values)
+
+
+def _joined(cache: Float[Tensor, "b h t d"], new: Float[Tensor, "b h n d"]) -> Float[Tensor, "b h _ d"]:
+    return torch.cat([cache, new], 2) if cache.shape[2] else new.contiguous()

@@ -135,8 +135,8 @@ class InteractiveMambaPrior(Prior):
 
 
 def _log_softplus(x: Tensor, softplus: Tensor) -> Tensor:
-    """log softplus(x), which is below x, and x itself where the softplus underflows."""
-    return torch.minimum(softplus.clamp(min=torch.finfo(x.dtype).tiny).log(), x)
+    """log softplus(x); below x = -30 that is x itself, to within 5e-14."""
+    return torch.where(x < -30, x, softplus.clamp(min=1e-14).log())
 
 
 def _inverse_softplus(y: Tensor) -> Tensor:

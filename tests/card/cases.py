@@ -100,6 +100,14 @@ def test_no_kernel_that_always_runs_spills(values):
     assert not above, above
 
 
+@pytest.mark.parametrize("prior", [prior for prior in PRIORS if prior != "softmax"])
+def test_no_kernel_of_a_scans_token_spills(prior):
+    found = card.registers(lambda: decode(build(prior_type=prior), "eager"))
+    kernels = {name: bytes for name, (_, bytes) in found.items() if name != "rotate_token_kernel"}
+    assert len([name for name in kernels if name.endswith("token_kernel")]) == 1 + (prior == "mamba_interactive")
+    assert not any(kernels.values()), found
+
+
 @pytest.mark.parametrize("fields, marks, mode", [
     ({"window": 64}, "none", "eager"),
     ({"n_kv_head": 2}, "documents", "eager"),
@@ -194,11 +202,14 @@ def test_a_model_generates(prior, form, cache):
 @pytest.mark.parametrize("prior", PRIORS)
 def test_a_token_can_be_captured_in_a_graph(prior):
     layer, x = build(64, 2, prior_type=prior).eval(), tokens(2, 1, 64)
-    with torch.no_grad():
-        for _ in range(3):
-            layer(x)
-        with torch.cuda.graph(torch.cuda.CUDAGraph()), card.record() as events:
-            layer(x)
+    _, state = layer(tokens(2, 9, 64), return_state=True)
+    for _ in range(3):
+        layer(x)
+        _, state = layer(x, state=state, return_state=True)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), card.record() as events:
+        layer(x)
+        layer(x, state=state, return_state=True)
+    assert not events.waits, events.summary()
     assert not [event for event in events if "illegal" in event], events.summary()
 
 

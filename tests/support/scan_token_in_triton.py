@@ -1,10 +1,11 @@
-"""One token of a scan by kernels in Triton's interpreter: `python scan_token_in_triton.py`.
+"""One token of a scan by kernels in Triton's interpreter: `python scan_token_in_triton.py all`, or `few` cases.
 
 Prints the largest error of each case in units of the largest value: of reads of one token after another beside their
 definition in float64, and of layers beside themselves in float64.
 """
 
 import json
+import sys
 
 import interpreted  # noqa: F401  (before any kernel)
 import torch
@@ -32,6 +33,7 @@ CASES = {
     "equal values": {"spread": 0.0},
     "weights of 60 nats": {"weights": 60.0},
     "decays of 60 nats": {"decay": 60.0},
+    "first tokens of no weight": {"weightless": True},
     "bfloat16": {"dtype": torch.bfloat16},
 }
 FEW = "one by one", "documents and masks"
@@ -47,11 +49,15 @@ def counted(module, name: str) -> None:
     setattr(module, name, lambda *inputs: taken.append(name) or function(*inputs))
 
 
-def error(name: str, documents=False, masked=False, spike=0.0, pieces=None, **sizes) -> float:
+def error(name: str, documents=False, masked=False, weightless=False, spike=0.0, pieces=None, **sizes) -> float:
     torch.manual_seed(0)
     time = 7 if pieces is None else sum(pieces)
     call, marks = make(name, time, **sizes), {}
     call.arguments["v"][:, time // 3] += spike
+    if weightless:
+        for weight, nothing in (("log_weight", -torch.inf), ("k", 0.0), ("B", 0.0)):
+            if call.arguments.get(weight) is not None:
+                call.arguments[weight][:, :2] = nothing
     mask, ids = torch.ones(1, time, dtype=torch.bool), torch.zeros(1, time, dtype=torch.long)
     if masked:
         mask[0, :2] = mask[0, 4] = False
@@ -62,6 +68,8 @@ def error(name: str, documents=False, masked=False, spike=0.0, pieces=None, **si
     parts = documents_of(mask[0], ids[0])
     wanted = by_definition(call.map(torch.Tensor.double), parts)
     found = call.in_pieces(*(pieces or [1] * time), **marks)
+    if masked and any(part[:, :2].any() for part in found):
+        return torch.inf  # where nothing is seen yet, 0 is read
     return max(relative(got[:, torch.cat(parts)], right, least=1.0) for got, right in zip(found, wanted))
 
 
@@ -81,14 +89,16 @@ if __name__ == "__main__":
         module.by_kernels = by_kernels
     for module in KERNELS:
         counted(module, module.__name__.rpartition(".")[2])
-    errors = {}
+    errors, few = {}, sys.argv[1:] == ["few"]
     with torch.no_grad():
         for name in (*KEYED, "ssm"):
-            cases = FEW if name == "gla" else CASES
+            cases = FEW if few or name == "gla" else CASES
             errors |= {f"{name}: {what}": error(name, **CASES[what]) for what in cases}
         families = {name: fields for name, fields in FAMILIES.items() if not name.startswith(("softmax", "rnn"))}
         others = {f"{name} split": {"prior_type": name} | SPLIT for name in ("gla", "mamba")}
-        for name, fields in {**families, **others}.items():
+        others["mamba_interactive of small beta"] = {"prior_type": "mamba_interactive", "beta_max_init": -9.0}
+        layers = {"mamba_interactive": families["mamba_interactive"]} if few else families | others
+        for name, fields in layers.items():
             errors[f"layer of {name}"] = of_layer(**fields)
     assert len(set(taken)) == len(KERNELS)
     print(json.dumps(errors))

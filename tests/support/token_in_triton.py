@@ -13,7 +13,7 @@ from fem import FreeEnergyMixerConfig
 from fem.gates import TwoLevelGate
 from fem.ops.common import rope
 from fem.ops.common.read import Read
-from fem.ops.common.token_kernels import gated, rotated_token
+from fem.ops.common.token_kernels import append_token, gated, rotated_token
 from fem.ops.softmax import one_query_kernels
 
 torch.set_num_threads(1)
@@ -131,6 +131,17 @@ def of_rotation(dtype: torch.dtype, position: list) -> float:
     return max(map(far, rotated_token((q, k), *turn), rope.rotate_all((q, k), *turn)))
 
 
+def of_cache(lie) -> float:
+    """Key and value of a token in a cache with more room, which keeps what it holds elsewhere."""
+    torch.manual_seed(0)
+    wide, caches = [torch.randn(2, 1, 3, d) for d in (10, 7)], [torch.randn(2, 3, 9, d) for d in (10, 7)]
+    tokens, wanted = [lie(x).transpose(1, 2) for x in wide], [x.clone() for x in caches]
+    append_token(*tokens, *(x.narrow(2, 4, 1) for x in caches))
+    for cache, x in zip(wanted, tokens):
+        cache[:, :, 4:5] = x
+    return max(map(far, caches, wanted))
+
+
 GATES = {
     "both gates": {},
     "split values": {"free_share": 0.5},
@@ -149,4 +160,8 @@ if __name__ == "__main__":
     errors = {name: of_read(case) for name, case in READS.items()}
     errors |= {name: of_gates(fields) for name, fields in GATES.items()}
     errors |= {name: of_rotation(*turn) for name, turn in ROTATIONS.items()}
+    errors |= {
+        "a token's cache": of_cache(lambda x: x),
+        "of parts": of_cache(lambda x: torch.cat([x, x], -1).chunk(2, -1)[0]),
+    }
     print(json.dumps(errors))

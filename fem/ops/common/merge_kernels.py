@@ -63,12 +63,11 @@ def merged_energies(gain, one, other, rate):
 
 @triton.jit
 def log_sum(scores):
-    """log sum e^scores over the cells, and by how much the scores are below it: LOG_ZERO where that is no weight."""
+    """log sum e^scores over the cells, and by how much the scores are below it; LOG_ZERO and -inf of no weight."""
     top = tl.max(scores, 0)
     total = top + tl.log(tl.sum(tl.exp(scores - top), 0))
-    total = tl.where(total > NO_WEIGHT, total, float("inf"))
-    log_p = tl.maximum(scores - total, LOG_ZERO)
-    return tl.where(total < float("inf"), total, LOG_ZERO), log_p
+    seen = total > NO_WEIGHT
+    return tl.where(seen, total, LOG_ZERO), scores - tl.where(seen, total, float("inf"))
 
 
 @triton.jit

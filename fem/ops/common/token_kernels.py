@@ -1,4 +1,4 @@
-"""Triton kernels for what stands around a read: the gates, and the rotation of one token, in one launch each.
+"""Triton kernels for what stands around a read: the gates; of one token its rotation and its way into the cache.
 
 PyTorch launches ten to fourteen kernels for either, which is most of what one token of a layer takes. Graphs of
 torch.compile do not need them, as inductor fuses the same operations. The gates have a gradient, in one launch, too.
@@ -187,3 +187,35 @@ def rotated_token(
             HEADS=triton.next_power_of_2(most), HALF=triton.next_power_of_2(width // 2),
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def append_token_kernel(
+    k, v, k_place, v_place, k_row, v_row, k_batch, k_head, v_batch, v_head,
+    heads: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The key and the value of a row's token, written to their places in a cache."""
+    row, head, column = tl.program_id(0).to(tl.int64), tl.arange(0, HEADS)[:, None].to(tl.int64), tl.arange(0, COLUMNS)
+    inside = (head < heads) & (column < KEY)[None]
+    key = tl.load(k + row * k_row + head * KEY + column[None], inside)
+    tl.store(k_place + row * k_batch + head * k_head + column[None], key, inside)
+    inside = (head < heads) & (column < VALUE)[None]
+    value = tl.load(v + row * v_row + head * VALUE + column[None], inside)
+    tl.store(v_place + row * v_batch + head * v_head + column[None], value, inside)
+
+
+def append_token(
+    k: Float[Tensor, "b h 1 dk"],
+    v: Float[Tensor, "b h 1 dv"],
+    k_place: Float[Tensor, "b h 1 dk"],
+    v_place: Float[Tensor, "b h 1 dv"],
+) -> None:
+    """Write k and v to their places, views of a cache that hold a head's numbers side by side."""
+    (batch, heads, _, key), value = k.shape, v.shape[3]
+    k, v = (x if x.stride(1) == x.shape[3] and x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    with on(k.device):
+        append_token_kernel[batch,](
+            k, v, k_place, v_place, k.stride(0), v.stride(0), *k_place.stride()[:2], *v_place.stride()[:2],
+            heads=heads, KEY=key, VALUE=value, HEADS=triton.next_power_of_2(heads),
+            COLUMNS=triton.next_power_of_2(max(key, value, 1)),
+        )  # fmt: skip
