@@ -13,10 +13,7 @@ TILE_NUMBERS = 1024  # of a tile, 8 for each of 128 threads
 SPANS = 8  # programs that share the flags of a head
 KEYS = 64  # a block of keys of the kernels of doubt
 PART = 256  # tokens whose extremes one program finds
-LEAST, MOST_INNER = (
-    16,
-    64,
-)  # rows and columns of a tile that is multiplied: tensor cores take no fewer; more go in steps
+LEAST = 16  # rows and columns of a tile that is multiplied: tensor cores take no fewer
 
 
 class Form(NamedTuple):
@@ -77,7 +74,7 @@ class Sizes(NamedTuple):
     spans: tuple[int, int, int]  # of the programs that share flags, of the parts of sequences,
     parts: tuple[int, int, int]
     turns: tuple[int]  # of the tiles that are rotated, of those that the conditioner scales
-    scaled: tuple[int, int]
+    scaled: tuple[int]
     mix: dict[str, int]
     pack: dict[str, int]
     extremes: dict[str, int]
@@ -97,9 +94,12 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
     halves = {"MEAN": form.mean, "FREE": form.free, "SHARED": form.shared}
     tile = {"ROWS": rows, "COLUMNS": columns}
     group = {"GROUP": form.heads // form.kv_heads}
-    block = lambda inner: min(MOST_INNER, max(LEAST, power(inner)))  # noqa: E731
-    slim = {"RANK": form.rank, "BLOCK": block(form.rank)}
-    scaled = {"SOURCE": form.width, "CONTEXT": form.context, "BLOCK": block(form.context), "ROWS": 64}
+    scaled = {
+        "heads": form.kv_heads,
+        "SOURCE": form.width,
+        "CONTEXT": form.context,
+        "ROWS": 64,
+    }
     doubtful = {"heads": form.heads, **group, "KEY": form.key_width, **halves, "CAUSAL": form.causal, "TILE": rows}
     half = power(form.key_width // 2)
     turned, parts, heads = max(1, TILE_NUMBERS // half), triton.cdiv(time, PART), form.heads + form.kv_heads
@@ -115,11 +115,11 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
         spans=(form.heads, triton.cdiv(tiles, flags), batch),
         parts=(form.kv_heads, parts, batch),
         turns=(heads * triton.cdiv(batch * time, turned),),
-        scaled=(form.kv_heads, triton.cdiv(batch * time, scaled["ROWS"])),
+        scaled=(form.kv_heads * triton.cdiv(batch * time, scaled["ROWS"]),),
         mix={
             **group,
             **halves,
-            **slim,
+            "RANK": form.rank,
             "GATED": form.gated,
             **tile,
             "COLUMNS": max(columns, LEAST if form.rank else 1),

@@ -189,7 +189,7 @@ def _settle(q, k, v, lse, out, scheme, beta, exact, flags, gates, ups, o, scale,
     doubt.doubtful_rows_kernel[sizes.spans](
         q, k, v, lse, out, scheme, beta, exact, flags, *gates, *ups, o, q.shape[1], sizes.tiles, scale, eps,
         *map(_row_stride, (q, k, v, *gates)), **sizes.doubt, GATED=form.gated, MIXED=exact is o, RANK=form.rank,
-        BLOCK=sizes.mix["BLOCK"], COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
+        COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
     )  # fmt: skip
 
 
