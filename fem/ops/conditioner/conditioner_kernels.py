@@ -1,4 +1,5 @@
-"""The conditioner in Triton: two kernels forward and two backward, of which the first ones only sum up chunks.
+"""The conditioner in Triton: two kernels forward and two backward, of which the first ones only sum up chunks; and one
+each way for the norm before its map, [f, u, a] = W LayerNorm(x) + b.
 
     h~_t = e^{-s_t} h~_{t-1} + u_t    s = softplus(f)    h_t = SiLU(length l2norm(softplus(a_t))) * LayerNorm(h~_t)
 
