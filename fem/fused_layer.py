@@ -88,8 +88,7 @@ class _Reordered(torch.autograd.Function):
 
 def _arguments(layer, x: Tensor, features: Tensor) -> tuple:
     """What `mixed_read` is called with. x says dtype, device and length alone."""
-    from fem.ops.softmax.fused.layer_form import Form
-    from fem.ops.softmax.fused.mixed_read import Options
+    from fem.ops.softmax.fused.layer_form import Form, Options
 
     config, gate, dtype = layer.config, layer.gate, product_dtype(x)
     maps = _first_maps(layer)
@@ -108,7 +107,8 @@ def _arguments(layer, x: Tensor, features: Tensor) -> tuple:
     turns = _tables(layer.prior, x) if config.use_rope else (None, None)
     theta = layer.beta.theta if free and layer.beta is not None else None
     tensors = [None if y is None else y.to(dtype).contiguous() for y in (features, *second)]
-    biases = [projection.bias for projection in maps] if config.bias else None
+    biases = [projection.bias for projection in maps]
+    biases = None if all(bias is None for bias in biases) else biases
     return options, [projection.weight for projection in maps], biases, *tensors, theta, *turns
 
 

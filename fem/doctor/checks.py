@@ -120,14 +120,14 @@ def _softmax(device, dtype, time: int, width: int, what: str) -> str | None:
 
 FUSED = {
     "full gates": {},
-    "slim gates": {"gate_rank": 16},
+    "slim gates": {"gate_rank": 40},
     "split values": {"gate_rank": 16, "free_share": 0.5},
     "grouped heads": {"n_kv_head": 2},
     "conditioner": {"use_conv": True},
     "attention": {"use_lse": False, "use_temperature": False, "use_outer_gate": False},
     "both directions": {"causal": False},
     "spikes": {},
-    "spikes, split values": {"free_share": 0.5},
+    "spikes, split values": {"gate_rank": 40, "free_share": 0.5},
 }
 
 

@@ -117,7 +117,7 @@ def hooked() -> nn.LayerNorm:
         ("a CPU without the interpreter's asking", {"backend": "auto"}),
         ("float64", {"dtype": torch.float64}),
         ("more channels than a program holds", {"width": 257}),
-        ("more inputs than a program holds", {"inputs": 16385}),
+        ("more inputs than a program holds", {"inputs": 8193}),
         ("no token", {"time": 0}),
         ("somebody watches the norm", {"norm": hooked()}),
         ("somebody watches the first norm", {"norm_in": hooked()}),

@@ -20,7 +20,7 @@ def kernels_of(width: int) -> dict[str, dict[str, int]]:
     sizes = fused.ChunkSizes(2, 2048, width)
     constants = {"root": width**0.5, **sizes.shape, **sizes.ends}
     found = {name: compiled(getattr(kernels, name), TYPES, constants, fused.WARPS) for name in NAMES}
-    warps = (first := {"width": INPUTS, **fused.columns_of(INPUTS)}).pop("num_warps")
+    warps = (first := {"width": INPUTS, **fused.input_tile(INPUTS)}).pop("num_warps")
     return found | {name: compiled(getattr(kernels, name), TYPES, first, warps) for name in FIRST}
 
 

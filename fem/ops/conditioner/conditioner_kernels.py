@@ -1,4 +1,5 @@
-"""The conditioner in Triton: two kernels forward and two backward, of which the first ones only sum up chunks.
+"""The conditioner in Triton: two kernels forward and two backward, of which the first ones only sum up chunks; and one
+each way for the norm before its map, [f, u, a] = W LayerNorm(x) + b.
 
     h~_t = e^{-s_t} h~_{t-1} + u_t    s = softplus(f)    h_t = SiLU(length l2norm(softplus(a_t))) * LayerNorm(h~_t)
 
@@ -279,44 +280,45 @@ def state_backward_kernel(
 
 @triton.jit
 def normalize_kernel(
-    x, weight, bias, normed, features, features_row, eps, width: tl.constexpr, COLUMNS: tl.constexpr
+    x, weight, bias, normed, features, rows, features_row, eps, width: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """x^ = LayerNorm(x) of a token, or x without a weight; and x into the features' first columns."""
-    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)[None]
-    there = column < width
+    """x^ = LayerNorm(x) of ROWS tokens, or x without a weight; and x into the features' first columns."""
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)[None]
+    token, there = row.to(tl.int64)[:, None], (row < rows)[:, None] & (column < width)
     y = tl.load(x + token * width + column, there, other=0.0)
     tl.store(features + token * features_row + column, y, there)
     if weight is not None:
         y, _ = _normed(y.to(tl.float32), there, width, eps)
-        scale, shift = tl.load(weight + column, there, other=0.0), tl.load(bias + column, there, other=0.0)
-        y = y * scale.to(tl.float32) + shift.to(tl.float32)
+        scale = tl.load(weight + column, column < width, other=0.0).to(tl.float32)
+        y = y * scale + tl.load(bias + column, column < width, other=0.0).to(tl.float32)
     tl.store(normed + token * width + column, y, there)
 
 
 @triton.jit
 def normalize_backward_kernel(
-    grad, d_features, x, weight, d_x, parts, rows, each, features_row, parts_row, eps, width: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    grad, d_features, x, weight, d_x, parts, rows, tiles, features_row, parts_row, eps, width: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dx of `each` tokens, from the gradients of x^ and of the features' first columns; the parts of LayerNorm's."""
+    """dx of `tiles` times ROWS tokens, from the gradients of x^ and of the features' first columns; and the parts of
+    the gradients of LayerNorm's weight and bias."""
     column = tl.arange(0, COLUMNS)[None]
-    there = column < width
     d_scale, d_shift = tl.zeros((1, COLUMNS), tl.float32), tl.zeros((1, COLUMNS), tl.float32)
-    for step in range(each):
-        token = (tl.program_id(0) * each + step).to(tl.int64)
-        inside = column < tl.where(token < rows, width, 0)
-        d_y = tl.load(grad + token * width + column, inside, other=0.0).to(tl.float32)
-        total = tl.load(d_features + token * features_row + column, inside, other=0.0).to(tl.float32)
+    for step in range(tiles):
+        row = (tl.program_id(0) * tiles + step) * ROWS + tl.arange(0, ROWS)
+        token, there = row.to(tl.int64)[:, None], (row < rows)[:, None] & (column < width)
+        d_y = tl.load(grad + token * width + column, there, other=0.0).to(tl.float32)
+        total = tl.load(d_features + token * features_row + column, there, other=0.0).to(tl.float32)
         if weight is not None:
-            y = tl.load(x + token * width + column, inside, other=0.0).to(tl.float32)
-            normed, rate = _normed(y, inside, width, eps)
-            d_scale += d_y * normed
-            d_shift += d_y
-            d_y *= tl.load(weight + column, there, other=0.0).to(tl.float32)
+            y = tl.load(x + token * width + column, there, other=0.0).to(tl.float32)
+            normed, rate = _normed(y, there, width, eps)
+            d_scale += tl.sum(d_y * normed, 0)[None]
+            d_shift += tl.sum(d_y, 0)[None]
+            d_y *= tl.load(weight + column, column < width, other=0.0).to(tl.float32)
             slope = tl.sum(d_y * normed, 1)[:, None] / width
             d_y = rate * (d_y - tl.sum(d_y, 1)[:, None] / width - normed * slope)
-        tl.store(d_x + token * width + column, total + d_y, inside)
+        tl.store(d_x + token * width + column, total + d_y, there)
     if weight is not None:
         part = parts + tl.program_id(0).to(tl.int64) * parts_row + column
-        tl.store(part, d_scale, there)
-        tl.store(part + width, d_shift, there)
+        tl.store(part, d_scale, column < width)
+        tl.store(part + width, d_shift, column < width)

@@ -17,7 +17,8 @@ from fem.ops.common.transforms import again_differentiable
 from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 
 _TENSORS = 10  # that the operator takes
-MOST_INPUTS = 16384  # of a token, which a program holds at once
+MOST_INPUTS = 8192  # of a token, which a program holds at once
+INPUTS = 4096  # of a tile of tokens: 16 for each of 8 warps' threads
 MOST_CHANNELS = 256  # channels, which a program holds at once
 NUMBERS = 2048  # of a tile in a program's registers: tokens times channels, at most
 PROGRAMS = 1024  # enough for a card: chunks are of more tiles where rows are longer
@@ -99,8 +100,9 @@ def _forward(
     inputs, sizes = x.shape[2], ChunkSizes(*x.shape[:2], len(weight))
     features, last, normed, starts = _outputs(x, len(weight), dtype)
     with on(x.device):
-        kernels.normalize_kernel[(x.shape[0] * x.shape[1],)](
-            x, in_weight, in_bias, normed, features, features.shape[2], in_eps, width=inputs, **columns_of(inputs)
+        rows, tile = x.shape[0] * x.shape[1], input_tile(inputs)
+        kernels.normalize_kernel[(-(-rows // tile["ROWS"]),)](
+            x, in_weight, in_bias, normed, features, rows, features.shape[2], in_eps, width=inputs, **tile
         )
         projected = F.linear(normed, map_weight.to(dtype), None if map_bias is None else map_bias.to(dtype))
         summaries = last.new_empty(sizes.batch, sizes.chunks, 2, sizes.width)
@@ -131,7 +133,7 @@ def _backward(
 
     grad, x, keep, start, d_last = _contiguous(grad, x, keep, start, d_last)
     inputs, sizes = x.shape[2], ChunkSizes(*x.shape[:2], len(weight))
-    rows, programs, row = x.shape[0] * x.shape[1], sizes.grid[0], grad.shape[2]
+    rows, programs, row, tile = x.shape[0] * x.shape[1], sizes.grid[0], grad.shape[2], input_tile(inputs)
     d_projected, d_x = torch.empty_like(projected), torch.empty_like(x)
     d_state = starts.new_empty(*x.shape[:2], sizes.width)
     d_hidden = starts.new_empty(sizes.batch, sizes.width)
@@ -149,16 +151,16 @@ def _backward(
         flat = d_projected.flatten(0, 1)
         d_normed = flat @ map_weight.to(flat.dtype)
         kernels.normalize_backward_kernel[sizes.grid](
-            d_normed, grad, x, in_weight, d_x, parts[:, 5 * sizes.width :], rows, -(-rows // programs), row,
-            parts.shape[1], in_eps, width=inputs, **columns_of(inputs),
+            d_normed, grad, x, in_weight, d_x, parts[:, 5 * sizes.width :], rows, -(-rows // (programs * tile["ROWS"])),
+            row, parts.shape[1], in_eps, width=inputs, **tile,
         )  # fmt: skip
     return d_x, flat.T @ normed.flatten(0, 1), d_hidden, parts.sum(0)
 
 
-def columns_of(inputs: int) -> dict[str, int]:
-    """Of a program that has a token's inputs: 8 for each of a warp's threads, as far as a program has as many warps."""
+def input_tile(inputs: int) -> dict[str, int]:
+    """The tokens that a program reads at once, of so many inputs."""
     columns = 1 << (inputs - 1).bit_length()
-    return {"COLUMNS": columns, "num_warps": min(8, max(1, columns // 256))}
+    return {"ROWS": max(1, min(4, INPUTS // columns)), "COLUMNS": columns, "num_warps": 8 if columns > 512 else 4}
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fem.ops.common.triton_math import logarithm, softplus
-from fem.ops.softmax.fused.elementwise_kernels import is_doubtful, load_scheme, slope_of_beta
+from fem.ops.softmax.fused.elementwise_kernels import STEP, is_doubtful, load_scheme, slope_of_beta
 
 
 @triton.jit
@@ -64,7 +64,6 @@ def weights(log_p, f, free_energy, d_free, rate, doubtful):
 @triton.jit
 def row_logits(
     logits, up, bias, token, head, column, there, row: tl.constexpr, width: tl.constexpr, RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Logits of a gate for some columns of a token's head."""
     at = head * width + column
@@ -72,8 +71,8 @@ def row_logits(
         return tl.load(logits + token * row + at, there, other=0.0).to(tl.float32)
     else:
         found = tl.zeros_like(column).to(tl.float32)
-        for first in tl.static_range(0, RANK, BLOCK):
-            inner = first + tl.arange(0, BLOCK)
+        for first in tl.static_range(0, RANK, STEP):
+            inner = first + tl.arange(0, STEP)
             z = tl.load(logits + token * row + inner, inner < RANK, other=0.0).to(tl.float32)
             u = tl.load(up + at[:, None] * RANK + inner[None], there[:, None] & (inner < RANK)[None], other=0.0)
             found += tl.sum(u.to(tl.float32) * z[None], 1)
@@ -88,7 +87,7 @@ def doubtful_rows_kernel(
     tiles, scale, eps, q_row: tl.constexpr, k_row: tl.constexpr, v_row: tl.constexpr, inner_row: tl.constexpr,
     outer_row: tl.constexpr,
     heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
-    SHARED: tl.constexpr, GATED: tl.constexpr, MIXED: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+    SHARED: tl.constexpr, GATED: tl.constexpr, MIXED: tl.constexpr, RANK: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
@@ -124,19 +123,17 @@ def doubtful_rows_kernel(
                     if SHARED:
                         mean = tl.load(out + (token * heads + head) * (MEAN + FREE) + channel, there, other=0.0)
                         logit = row_logits(
-                            inner, inner_up, inner_bias, token, head, channel, there, inner_row, SOURCE, RANK, BLOCK
+                            inner, inner_up, inner_bias, token, head, channel, there, inner_row, SOURCE, RANK
                         )
                         u = mean.to(tl.float32) + tl.sigmoid(logit) * (free_energy - mean.to(tl.float32))
                     if GATED:
                         logit = row_logits(
                             outer, outer_up, outer_bias, token, head, column, column < SOURCE, outer_row, SOURCE, RANK,
-                            BLOCK,
                         )  # fmt: skip
                         s = softplus(logit)
                         r = tl.rsqrt(tl.sum(tl.where(column < SOURCE, s * s, 0.0)) / SOURCE + eps)
                         logit = row_logits(
                             outer, outer_up, outer_bias, token, head, FREE_AT + channel, there, outer_row, SOURCE, RANK,
-                            BLOCK,
                         )  # fmt: skip
                         u *= r * softplus(logit)
                     tl.store(o + (token * heads + head) * SOURCE + FREE_AT + channel, u, doubtful)

@@ -31,6 +31,8 @@ from fem.ops.common.triton_math import (
     turn,
 )
 
+STEP = tl.constexpr(16)  # inner columns of a product at a time: with 64 a thread holds half as many registers again
+
 
 @triton.jit
 def is_doubtful(total, narrow):
@@ -47,11 +49,11 @@ def load_scheme(scheme, beta, batch, head, heads, FREE: tl.constexpr, channel, t
 
 
 @triton.jit
-def product(x, token, rows, x_row, weight, head, width: tl.constexpr, INNER: tl.constexpr, column, BLOCK: tl.constexpr):
+def product(x, token, rows, x_row, weight, head, width: tl.constexpr, INNER: tl.constexpr, column):
     """x W^T of a tile of tokens, for the columns of a head, from x (tokens, INNER) and W (H width, INNER)."""
     total = tl.zeros((rows.shape[0], column.shape[0]), tl.float32)
-    for first in tl.static_range(0, INNER, BLOCK):
-        inner = first + tl.arange(0, BLOCK)
+    for first in tl.static_range(0, INNER, STEP):
+        inner = first + tl.arange(0, STEP)
         left = tl.load(x + token * x_row + inner[None], rows[:, None] & (inner < INNER)[None], other=0.0)
         right = weight + (head * width + column)[None] * INNER + inner[:, None]
         right = tl.load(right, (column < width)[None] & (inner < INNER)[:, None], other=0.0)
@@ -64,14 +66,13 @@ def product(x, token, rows, x_row, weight, head, width: tl.constexpr, INNER: tl.
 @triton.jit
 def load_logits(
     logits, up, bias, token, rows, head, column, row: tl.constexpr, width: tl.constexpr, RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Logits of a gate for a tile of tokens of a head."""
     if RANK == 0:
         inside = rows[:, None] & (column < width)[None]
         return tl.load(logits + token * row + head * width + column[None], inside, other=0.0).to(tl.float32)
     else:
-        found = product(logits, token, rows, row, up, head, width, RANK, column, BLOCK)
+        found = product(logits, token, rows, row, up, head, width, RANK, column)
         if bias is not None:
             found += tl.load(bias + head * width + column, column < width, other=0.0).to(tl.float32)[None]
         return found
@@ -85,30 +86,30 @@ def slope_of_beta(beta):
 
 @triton.jit
 def modulate_kernel(
-    v, h, weight, values, tokens, v_row: tl.constexpr, h_row: tl.constexpr, SOURCE: tl.constexpr,
-    CONTEXT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    v, h, weight, values, tokens, v_row: tl.constexpr, h_row: tl.constexpr, heads: tl.constexpr,
+    SOURCE: tl.constexpr, CONTEXT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """values = v (1 + W h)."""
-    head, heads = tl.program_id(0), tl.num_programs(0)
-    column, row = tl.arange(0, COLUMNS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    head, tile = tl.program_id(0) % heads, tl.program_id(0) // heads
+    column, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
     token, rows = row.to(tl.int64)[:, None], row < tokens
     inside = rows[:, None] & (column < SOURCE)[None]
-    eta = product(h, token, rows, h_row, weight, head, SOURCE, CONTEXT, column, BLOCK)
+    eta = product(h, token, rows, h_row, weight, head, SOURCE, CONTEXT, column)
     x = tl.load(v + token * v_row + head * SOURCE + column[None], inside, other=0.0).to(tl.float32)
     tl.store(values + token * heads * SOURCE + head * SOURCE + column[None], x * (1.0 + eta), inside)
 
 
 @triton.jit
 def modulate_backward_kernel(
-    v, h, weight, d_values, d_v, d_eta, tokens, v_row: tl.constexpr, h_row: tl.constexpr, SOURCE: tl.constexpr,
-    CONTEXT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    v, h, weight, d_values, d_v, d_eta, tokens, v_row: tl.constexpr, h_row: tl.constexpr, heads: tl.constexpr,
+    SOURCE: tl.constexpr, CONTEXT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dv = (1 + W h) d values, whose tokens lie as v's do, and d(W h) = v d values."""
-    head, heads = tl.program_id(0), tl.num_programs(0)
-    column, row = tl.arange(0, COLUMNS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    head, tile = tl.program_id(0) % heads, tl.program_id(0) // heads
+    column, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
     token, rows = row.to(tl.int64)[:, None], row < tokens
     inside = rows[:, None] & (column < SOURCE)[None]
-    eta = product(h, token, rows, h_row, weight, head, SOURCE, CONTEXT, column, BLOCK)
+    eta = product(h, token, rows, h_row, weight, head, SOURCE, CONTEXT, column)
     at, packed = token * v_row + head * SOURCE + column[None], token * heads * SOURCE + head * SOURCE + column[None]
     d = tl.load(d_values + packed, inside, other=0.0).to(tl.float32)
     x = tl.load(v + at, inside, other=0.0).to(tl.float32)
@@ -250,7 +251,7 @@ def pack_backward_kernel(
 def mix_kernel(
     out, inner, outer, inner_up, inner_bias, outer_up, outer_bias, scheme, beta, o, flags, time, eps,
     inner_row: tl.constexpr, outer_row: tl.constexpr, GROUP: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
-    SHARED: tl.constexpr, GATED: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    SHARED: tl.constexpr, GATED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """o = g u, u = (1 - lambda) mean + lambda F where SHARED, else [mean, F]; a flag is 1 where the tile holds doubt.
@@ -276,7 +277,7 @@ def mix_kernel(
         free_energy = shift[None] + lift / rate[None]
         if SHARED:
             logit = load_logits(
-                inner, inner_up, inner_bias, token, rows, head, column, inner_row, width, RANK, BLOCK
+                inner, inner_up, inner_bias, token, rows, head, column, inner_row, width, RANK,
             )  # fmt: skip
             u += tl.sigmoid(logit) * (free_energy - u)
         else:
@@ -284,7 +285,7 @@ def mix_kernel(
         flag = flags + (batch * heads + head) * tl.num_programs(1) + tile
         tl.store(flag, tl.max(doubtful.to(tl.int32)))
     if GATED:
-        logit = load_logits(outer, outer_up, outer_bias, token, rows, head, column, outer_row, width, RANK, BLOCK)
+        logit = load_logits(outer, outer_up, outer_bias, token, rows, head, column, outer_row, width, RANK)
         u *= gate(logit, inside, width, eps)
     tl.store(o + token * heads * width + head * width + column[None], u, inside)
 
@@ -295,7 +296,7 @@ def mix_backward_kernel(
     d_outer, d_biases, d_free, d_theta, time, eps,
     inner_row: tl.constexpr, outer_row: tl.constexpr, d_inner_row: tl.constexpr, d_outer_row: tl.constexpr,
     GROUP: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
-    RANK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """du = g do; ds = r (h - r^2 mean(h s) s), h = u do, r the norm's factor; dR = dF / (beta R).
 
@@ -328,14 +329,14 @@ def mix_backward_kernel(
         gap = free_energy - u
         if SHARED:
             logit = load_logits(
-                inner, inner_up, inner_bias, token, rows, head, column, inner_row, width, RANK, BLOCK
+                inner, inner_up, inner_bias, token, rows, head, column, inner_row, width, RANK,
             )  # fmt: skip
             lambda_ = tl.sigmoid(logit)
             u += lambda_ * gap
         else:
             u = tl.where(in_free, free_energy, u)
     if GATED:
-        logit = load_logits(outer, outer_up, outer_bias, token, rows, head, column, outer_row, width, RANK, BLOCK)
+        logit = load_logits(outer, outer_up, outer_bias, token, rows, head, column, outer_row, width, RANK)
         s = tl.where(inside, softplus(logit), 0.0)
         r = tl.rsqrt(tl.sum(s * s, 1) / width + eps)[:, None]
         h = d_u * u

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 import triton
 from jaxtyping import Float
 from torch import Tensor
@@ -13,10 +16,7 @@ TILE_NUMBERS = 1024  # of a tile, 8 for each of 128 threads
 SPANS = 8  # programs that share the flags of a head
 KEYS = 64  # a block of keys of the kernels of doubt
 PART = 256  # tokens whose extremes one program finds
-LEAST, MOST_INNER = (
-    16,
-    64,
-)  # rows and columns of a tile that is multiplied: tensor cores take no fewer; more go in steps
+LEAST = 16  # rows and columns of a tile that is multiplied: tensor cores take no fewer
 
 
 class Form(NamedTuple):
@@ -65,6 +65,15 @@ class Form(NamedTuple):
         return [q, k, v, gates[0] if self.shared else None, gates[-1] if self.gated else None]
 
 
+class Options(NamedTuple):
+    """What a read is called with beside tensors."""
+
+    form: Form
+    scale: float
+    eps: float
+    beta_start: float  # beta = softplus(theta + beta_start)
+
+
 class Sizes(NamedTuple):
     """Grids and sizes of the kernels of one call."""
 
@@ -77,7 +86,7 @@ class Sizes(NamedTuple):
     spans: tuple[int, int, int]  # of the programs that share flags, of the parts of sequences,
     parts: tuple[int, int, int]
     turns: tuple[int]  # of the tiles that are rotated, of those that the conditioner scales
-    scaled: tuple[int, int]
+    scaled: tuple[int]
     mix: dict[str, int]
     pack: dict[str, int]
     extremes: dict[str, int]
@@ -97,9 +106,8 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
     halves = {"MEAN": form.mean, "FREE": form.free, "SHARED": form.shared}
     tile = {"ROWS": rows, "COLUMNS": columns}
     group = {"GROUP": form.heads // form.kv_heads}
-    block = lambda inner: min(MOST_INNER, max(LEAST, power(inner)))  # noqa: E731
-    slim = {"RANK": form.rank, "BLOCK": block(form.rank)}
-    scaled = {"SOURCE": form.width, "CONTEXT": form.context, "BLOCK": block(form.context), "ROWS": 64}
+    mix = {**group, **halves, "RANK": form.rank, "GATED": form.gated, **tile}
+    scaled = {"heads": form.kv_heads, "SOURCE": form.width, "CONTEXT": form.context, "ROWS": 64}
     doubtful = {"heads": form.heads, **group, "KEY": form.key_width, **halves, "CAUSAL": form.causal, "TILE": rows}
     half = power(form.key_width // 2)
     turned, parts, heads = max(1, TILE_NUMBERS // half), triton.cdiv(time, PART), form.heads + form.kv_heads
@@ -115,15 +123,8 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
         spans=(form.heads, triton.cdiv(tiles, flags), batch),
         parts=(form.kv_heads, parts, batch),
         turns=(heads * triton.cdiv(batch * time, turned),),
-        scaled=(form.kv_heads, triton.cdiv(batch * time, scaled["ROWS"])),
-        mix={
-            **group,
-            **halves,
-            **slim,
-            "GATED": form.gated,
-            **tile,
-            "COLUMNS": max(columns, LEAST if form.rank else 1),
-        },
+        scaled=(form.kv_heads * triton.cdiv(batch * time, scaled["ROWS"]),),
+        mix=mix | {"COLUMNS": max(columns, LEAST if form.rank else 1)},
         pack={**halves, **tile},
         extremes={**extremes, "ROWS": rows, "COLUMNS": doubtful["CHANNELS"]},
         rotate={"WIDTH": form.key_width, "ROWS": turned, "HALF": half},
@@ -135,3 +136,18 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
 def rows_of_tile(form: Form) -> int:
     """Tokens of a tile."""
     return max(LEAST if form.rank else 1, TILE_NUMBERS // triton.next_power_of_2(form.width))
+
+
+def joined(
+    x: Float[Tensor, "b t f"],
+    weights: Sequence[Float[Tensor, "_ _"]],
+    biases: Sequence[Float[Tensor, " _"] | None] | None,
+) -> tuple[Float[Tensor, "c f"], Float[Tensor, " c"] | None]:
+    """W and b of all maps, in x's dtype; a weight is 0 for those features of x that its map does not read."""
+    inputs = x.shape[-1]
+    weight = torch.cat([w if w.shape[1] == inputs else F.pad(w, (0, inputs - w.shape[1])) for w in weights])
+    if biases is None:
+        return weight.to(x.dtype), None
+    missing = [len(w) for w, b in zip(weights, biases) if b is None]
+    zeros = iter(weight.new_zeros(sum(missing)).split_with_sizes(missing) if missing else ())
+    return weight.to(x.dtype), torch.cat([next(zeros) if b is None else b for b in biases]).to(x.dtype)

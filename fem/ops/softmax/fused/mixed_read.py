@@ -24,24 +24,15 @@ from fem.ops.common.operator import operator
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as K
 from fem.ops.softmax.fused import fused_attention
-from fem.ops.softmax.fused.layer_form import SPANS, Form, Sizes, rows_of_tile, sizes_of
+from fem.ops.softmax.fused.layer_form import SPANS, Form, Options, Sizes, joined, rows_of_tile, sizes_of
 
 BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
-
-
-class Options(NamedTuple):
-    """What a read is called with beside tensors."""
-
-    form: Form
-    scale: float
-    eps: float
-    beta_start: float  # beta = softplus(theta + beta_start)
 
 
 def mixed_read(
     options: Options,
     weights: Sequence[Float[Tensor, "_ _"]],
-    biases: Sequence[Float[Tensor, "_"] | None] | None,
+    biases: Sequence[Float[Tensor, " _"] | None] | None,
     x: Float[Tensor, "b t f"],
     value_scale: Float[Tensor, "v c"] | None,
     inner_up: Float[Tensor, "w r"] | None,
@@ -73,21 +64,6 @@ def prefill(options: Options, weights, biases, x: Tensor, *tensors: Tensor | Non
         o, joint, *rest = _mixed_forward(*inputs, *options)
     _, k, v, *_ = form.parts(joint)
     return o, k, rest[0] if form.context else v
-
-
-def joined(
-    x: Float[Tensor, "b t f"],
-    weights: Sequence[Float[Tensor, "_ _"]],
-    biases: Sequence[Float[Tensor, "_"] | None] | None,
-) -> tuple[Float[Tensor, "c f"], Float[Tensor, " c"] | None]:
-    """W and b of all maps, in x's dtype; a weight is 0 for those features of x that its map does not read."""
-    inputs = x.shape[-1]
-    weight = torch.cat([w if w.shape[1] == inputs else F.pad(w, (0, inputs - w.shape[1])) for w in weights])
-    if biases is None:
-        return weight.to(x.dtype), None
-    without = sum(len(w) for w, b in zip(weights, biases) if b is None)  # they are the last ones
-    zeros = [weights[0].new_zeros(without)] if without else []
-    return weight.to(x.dtype), torch.cat([b for b in biases if b is not None] + zeros).to(x.dtype)
 
 
 _TENSORS = 11
@@ -189,7 +165,7 @@ def _settle(q, k, v, lse, out, scheme, beta, exact, flags, gates, ups, o, scale,
     doubt.doubtful_rows_kernel[sizes.spans](
         q, k, v, lse, out, scheme, beta, exact, flags, *gates, *ups, o, q.shape[1], sizes.tiles, scale, eps,
         *map(_row_stride, (q, k, v, *gates)), **sizes.doubt, GATED=form.gated, MIXED=exact is o, RANK=form.rank,
-        BLOCK=sizes.mix["BLOCK"], COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
+        COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
     )  # fmt: skip
 
 
