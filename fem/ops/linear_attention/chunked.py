@@ -98,10 +98,12 @@ def by_fla(
 
 
 @cache
-def refuses_decay_of_heads(device: torch.device) -> bool:
-    """Whether fla refuses the gradient of one decay per head: Triton 3.4.0 to 3.7.0 computes it wrong on an H100.
+def miscompiled(device: torch.device) -> bool:
+    """Whether Triton makes wrong code of fla's `chunk_simple_gla`: its versions 3.4.0 to 3.7.0 do on an H100 or H200.
 
-    A decay per key channel has other kernels, which read the same with that of the head in every channel.
+    fla refuses the gradient of one decay per head there. A decay per key channel has other kernels, which read the same
+    with that of the head in every channel. Without a decay products of bfloat16 gave wrong gradients on an H100 and
+    read out of bounds on an H200; those of float32 were right on both.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False

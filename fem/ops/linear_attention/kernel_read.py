@@ -23,7 +23,7 @@ from fem.ops.common.launch import on
 from fem.ops.common.read import Terms
 from fem.ops.common.transforms import again_differentiable
 from fem.ops.linear_attention import scan_kernels as K
-from fem.ops.linear_attention.chunked import by_fla, refuses_decay_of_heads
+from fem.ops.linear_attention.chunked import by_fla, miscompiled
 
 NUMBERS = 1024  # of a tile, 8 for each of 128 threads
 PART = 256  # tokens whose extremes one program finds
@@ -44,8 +44,9 @@ def kernel_read(
 ) -> tuple[Terms, Terms] | None:
     """The read of every token in v's dtype, and the memory after the last in float32; None where either is in doubt.
 
-    q, k and what the sums are of are rounded to bfloat16 where v is bfloat16, else they are float32. stated: whether
-    the memory holds anything. again: the same results of (*inputs, *memory), differentiable any number of times.
+    q, k and what the sums are of are rounded to bfloat16 where v is bfloat16, unless that is `miscompiled`.
+    stated: whether the memory holds anything. again: the same results of (*inputs, *memory), differentiable any number
+    of times.
     """
     beta, *memory = (x.contiguous() for x in (beta, *memory))
     *found, flag = _KernelRead.apply(again, stated, q, k, g, opens, v, None if f is v else f, beta, *memory)
@@ -148,7 +149,7 @@ def _packed(
 ) -> tuple[list[Tensor | None], Tensor, Tensor, Tensor]:
     """What the kernel of linear attention gets: q, k, items, g and the state; the scheme; the most that each key
     channel weighs, 0 where it holds nothing; and the flag of doubt."""
-    (batch, time, heads), dtype = v.shape[:3], torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
+    (batch, time, heads), dtype = v.shape[:3], _multiplied(v, g)
     q, k = q.contiguous(), k.contiguous()
     v, f = (x if x.stride(3) == 1 else x.contiguous() for x in (v, f))
     made = lambda *shape: torch.empty(shape, dtype=torch.float32, device=v.device)  # noqa: E731
@@ -174,6 +175,12 @@ def _packed(
     return [q_out, k_out, items, g_out, state], scheme, heaviest, flag
 
 
+def _multiplied(v: Tensor, g: Tensor | None) -> torch.dtype:
+    """The dtype of what fla's kernel multiplies."""
+    sound = g is not None or not miscompiled(v.device)
+    return torch.bfloat16 if v.dtype == torch.bfloat16 and sound else torch.float32
+
+
 def _decay(g: Tensor | None) -> Tensor | None:
     """The decay (B, T, H) or (B, T, H, d_k) in float32."""
     return None if g is None else (g.squeeze(3) if g.shape[3] == 1 else g).float().contiguous()
@@ -181,7 +188,7 @@ def _decay(g: Tensor | None) -> Tensor | None:
 
 def _spread(g: Tensor | None) -> bool:
     """Whether the decay of a head is to be given for every key channel."""
-    return g is not None and g.shape[3] == 1 and refuses_decay_of_heads(g.device)
+    return g is not None and g.shape[3] == 1 and miscompiled(g.device)
 
 
 def _unpacked(sizes: _Sizes, sums: Tensor, weigh: Tensor, scheme, beta, flag, dtype: torch.dtype, cells: bool) -> Terms:
