@@ -54,7 +54,7 @@ All of them fit. With nothing computed again these do not, and the plan says wha
 ## What the serving cache holds
 
 MB of one row by its length, bfloat16, all layers, counted from the state of a layer as on a card, in the exact form
-([in an engine](../../docs/serving.md) keys and values are equally wide, so that slim gates hold more):
+([in an engine](../../../docs/serving.md) keys and values are equally wide, so that slim gates hold more):
 
 {caches}
 ## How it is worked out
@@ -65,7 +65,7 @@ MB of one row by its length, bfloat16, all layers, counted from the state of a l
 * Activations: all blocks of memory that autograd keeps of one block, in bfloat16, counted on this CPU as the
   difference of a row of 128 and one of 64 tokens; with recomputation the inputs of all blocks and all of one ([Chen
   et al. 2016](https://arxiv.org/abs/1604.06174)). Norms are counted as a card's kernel keeps them. Beside it below:
-  what the same block keeps on the [card that is not there](../../docs/card.md), an H100 without its arithmetic. There
+  what the same block keeps on the [card that is not there](../../../docs/card.md), an H100 without its arithmetic. There
   slim gates widen queries and keys to the values', and plain attention keeps its output in bfloat16, which a CPU
   keeps in float32.
 * Operations: 6 N + 3 T sum(d_qk + 2 d_v) a token, d_v once where values are split, as `fem train` counts its MFU

@@ -283,7 +283,7 @@ def _fem(layer: FreeEnergyMixer, prompt: Tensor, tokens: Tensor) -> Stream:
             outputs.append(y)
         return outputs
 
-    return generate, before.nbytes
+    return generate, before.reorder(torch.arange(before.batch)).nbytes  # without room for further tokens
 
 
 def served(

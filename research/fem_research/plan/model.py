@@ -121,6 +121,7 @@ def cache(size: str, form: str) -> tuple[int, int]:
     with torch.no_grad(), torch.device("meta"):
         layer = FreeEnergyMixer(config.mixer_configs()[0]).bfloat16().eval()
         rows = (torch.randn(1, t, config.hidden_size).bfloat16() for t in (SHORT, LONG))
-        short, long = (layer(x, return_state=True)[1].nbytes for x in rows)
+        states = (layer(x, return_state=True)[1] for x in rows)
+        short, long = (state.reorder(torch.zeros(1, dtype=torch.long)).nbytes for state in states)  # no room for more
     token = (long - short) // (LONG - SHORT)
     return config.num_hidden_layers * (short - SHORT * token), config.num_hidden_layers * token
