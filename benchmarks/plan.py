@@ -65,8 +65,8 @@ MB of one row by its length, bfloat16, all layers, counted from the state of a l
 * Activations: all blocks of memory that autograd keeps of one block, in bfloat16, counted on this CPU as the
   difference of a row of 128 and one of 64 tokens; with recomputation the inputs of all blocks and all of one ([Chen
   et al. 2016](https://arxiv.org/abs/1604.06174)). Norms are counted as a card's kernel keeps them. Beside it below:
-  what the same block keeps on the [card that is not there](../../../docs/card.md), an H100 without its arithmetic. There
-  slim gates widen queries and keys to the values', and plain attention keeps its output in bfloat16, which a CPU
+  what the same block keeps on the [card that is not there](../../../docs/card.md), an H100 without its arithmetic.
+  There slim gates widen queries and keys to the values', and plain attention keeps its output in bfloat16, which a CPU
   keeps in float32.
 * Operations: 6 N + 3 T sum(d_qk + 2 d_v) a token, d_v once where values are split, as `fem train` counts its MFU
   ([Kaplan et al. 2020](https://arxiv.org/abs/2001.08361), with causal pairs); a third more where blocks are computed
