@@ -130,7 +130,8 @@ def channel_backward_kernel(
         t = T - 1 - j
         inside = tl.minimum(t, 1) * C  # the memory that came in stands before the first token
         earlier, entered = column < inside, live & (column >= inside)
-        own = tl.maximum(tl.load(score + t * x_token, live, other=LOG_ZERO), LOG_ZERO)
+        own = tl.load(score + tl.maximum(t, 0).to(tl.int64) * x_token, live, other=LOG_ZERO)
+        own = tl.maximum(own, LOG_ZERO)
         w += tl.load(d_weights + at, live, other=0.0)
         if HAS_A:
             fall = tl.load(a + at, live, other=0.0)
