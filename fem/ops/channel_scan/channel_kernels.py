@@ -73,7 +73,7 @@ def channel_kernel(
         next_f = tl.load(f + base, live, other=0.0)
     for t in range(T):
         own, fall, value, energy = tl.maximum(next_x, LOG_ZERO), next_a, next_v, next_f
-        ahead = tl.minimum(t + 1, T - 1).to(tl.int64)
+        ahead = tl.minimum(t + 1, T - 1).to(tl.int64)  # tl.minimum: the interpreter counts in numbers of Python
         at = base + ahead * C
         next_x = tl.load(score + ahead * x_token, live, other=LOG_ZERO)
         if HAS_A:
