@@ -27,7 +27,7 @@ print(json.dumps(found))
 @needs_triton
 @pytest.mark.slow
 def test_documents_masks_and_spikes_are_read_as_the_definition_says():
-    assert printed(str(SUPPORT / "ssm_in_triton.py")) == "equal\n"
+    assert printed(str(SUPPORT / "scans_in_triton.py"), "states") == "equal\n"
 
 
 @needs_triton

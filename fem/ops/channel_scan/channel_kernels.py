@@ -46,6 +46,20 @@ def share_apart(log_share, z):
 
 
 @triton.jit
+def loaded(score, a, v, f, at, live, HAS_A: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr):
+    """x, a, v and f of a token; 0 of what is not there."""
+    none = tl.zeros(live.shape, tl.float32)
+    fall, value, energy = none, none, none
+    if HAS_A:
+        fall = tl.load(a + at, live, other=0.0)
+    if HAS_V:
+        value = tl.load(v + at, live, other=0.0)
+    if HAS_F:
+        energy = tl.load(f + at, live, other=0.0)
+    return tl.maximum(tl.load(score, live, other=LOG_ZERO), LOG_ZERO), fall, value, energy
+
+
+@triton.jit
 def channel_kernel(
     x, a, v, f, beta, first_weight, first_mean, first_free, weights, means, frees, T, C, x_row, x_token, x_channel,
     HAS_A: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr, BLOCK: tl.constexpr,
@@ -64,24 +78,13 @@ def channel_kernel(
         free, rate = tl.load(first_free + start, live, other=0.0), tl.load(beta + column, live, other=1.0)
     score = x + row * x_row + column * x_channel
     base = row * T * C + column
-    next_x, next_a, next_v, next_f = tl.load(score, live, other=LOG_ZERO), none, none, none
-    if HAS_A:
-        next_a = tl.load(a + base, live, other=0.0)
-    if HAS_V:
-        next_v = tl.load(v + base, live, other=0.0)
-    if HAS_F:
-        next_f = tl.load(f + base, live, other=0.0)
+    next_x, next_a, next_v, next_f = loaded(score, a, v, f, base, live, HAS_A, HAS_V, HAS_F)
     for t in range(T):
-        own, fall, value, energy = tl.maximum(next_x, LOG_ZERO), next_a, next_v, next_f
+        own, fall, value, energy = next_x, next_a, next_v, next_f
         ahead = tl.minimum(t + 1, T - 1).to(tl.int64)  # tl.minimum: the interpreter counts in numbers of Python
-        at = base + ahead * C
-        next_x = tl.load(score + ahead * x_token, live, other=LOG_ZERO)
-        if HAS_A:
-            next_a = tl.load(a + at, live, other=0.0)
-        if HAS_V:
-            next_v = tl.load(v + at, live, other=0.0)
-        if HAS_F:
-            next_f = tl.load(f + at, live, other=0.0)
+        next_x, next_a, next_v, next_f = loaded(
+            score + ahead * x_token, a, v, f, base + ahead * C, live, HAS_A, HAS_V, HAS_F
+        )
         at = base + tl.maximum(t, 0).to(tl.int64) * C
         if HAS_A:
             fallen = weight + fall
@@ -120,7 +123,7 @@ def channel_backward_kernel(
     at = (row * T + T - 1) * C + column
     none = tl.zeros((BLOCK,), tl.float32)
     rho, gamma, w, rate_sum = none, none, none, none
-    mean, free, fall, rate = none, none, none, none
+    mean, free, rate = none, none, none
     weight = tl.load(weights + at, live, other=LOG_ZERO)
     if HAS_V:
         mean = tl.load(means + at, live, other=0.0)
@@ -130,11 +133,9 @@ def channel_backward_kernel(
         t = T - 1 - j
         inside = tl.minimum(t, 1) * C  # the memory that came in stands before the first token
         earlier, entered = column < inside, live & (column >= inside)
-        own = tl.load(score + tl.maximum(t, 0).to(tl.int64) * x_token, live, other=LOG_ZERO)
-        own = tl.maximum(own, LOG_ZERO)
+        place = score + tl.maximum(t, 0).to(tl.int64) * x_token
+        own, fall, value, energy = loaded(place, a, v, f, at, live, HAS_A, HAS_V, HAS_F)
         w += tl.load(d_weights + at, live, other=0.0)
-        if HAS_A:
-            fall = tl.load(a + at, live, other=0.0)
         weight_before = tl.load(weights + at - C, earlier, other=0.0)
         weight_before += tl.load(first_weight + start, entered, other=0.0)
         seen = weight > NO_WEIGHT
@@ -143,20 +144,18 @@ def channel_backward_kernel(
         share, keep = tl.exp(log_own), tl.exp(log_keep)
         of_own, of_kept = w * share, w * keep
         if HAS_V:
-            value, d_mean = tl.load(v + at, live, other=0.0), tl.load(d_means + at, live, other=0.0)
             mean_before = tl.load(means + at - C, earlier, other=0.0)
             mean_before += tl.load(first_mean + start, entered, other=0.0)
-            rho += d_mean
+            rho += tl.load(d_means + at, live, other=0.0)
             tl.store(d_v + at, share * rho, live)
             of_own += share * (value - mean) * rho
             of_kept += keep * (mean_before - mean) * rho
             rho *= keep
             mean = mean_before
         if HAS_F:
-            energy, d_free = tl.load(f + at, live, other=0.0), tl.load(d_frees + at, live, other=0.0)
             free_before = tl.load(frees + at - C, earlier, other=0.0)
             free_before += tl.load(first_free + start, entered, other=0.0)
-            gamma += d_free
+            gamma += tl.load(d_frees + at, live, other=0.0)
             above, below = energy - free, free_before - free
             part, rest = tl.exp(log_own + rate * above), tl.exp(log_keep + rate * below)
             tl.store(d_f + at, part * gamma, live)

@@ -1,9 +1,10 @@
-"""Scans of channels by their kernels in Triton's interpreter, beside float64: `python channels_in_triton.py`.
+"""Scans by our own kernels in Triton's interpreter, beside float64: `python scans_in_triton.py channels`, or `states`.
 
 Prints "equal", or what differs.
 """
 
 import os
+import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -13,28 +14,38 @@ import torch
 from reads import gradients_of, make
 
 torch.set_num_threads(1)
-CASES = {
+PIECES = (14, 16, 1, 1, 1)
+BOTH = {
     "usual": {},
-    "no decay": {"name": "aft"},
-    "several blocks of channels": {"width": 35, "time": 5},
-    "one token": {"time": 1},
     "documents": {"documents": True},
     "documents and masks": {"documents": True, "masked": True},
-    "masks without decay": {"name": "aft", "masked": True},
     "spikes of 300": {"spike": 300.0},
-    "spikes of 300 without decay": {"name": "aft", "spike": 300.0},
-    "values that hardly differ": {"near": 1e-4},
-    "small beta": {"beta": 1e-3},
-    "fast decays": {"decay": 20.0},
-    "other free values": {"free": 6},
-    "in pieces": {"pieces": (14, 16, 1, 1, 1)},
-    "documents in pieces": {"pieces": (14, 16, 1, 1, 1), "documents": True},
-    "pieces without decay": {"name": "aft", "pieces": (14, 16, 1, 1, 1)},
-    "both directions": {"causal": False, "masked": True},
+    "in pieces": {"pieces": PIECES},
+    "documents in pieces": {"pieces": PIECES, "documents": True},
 }
-
-
-# float32's rounding: of beta f, which is 600 nats high; of a difference that is divided by beta
+CASES = {
+    "channels": {
+        "no decay": {"name": "aft"},
+        "several blocks of channels": {"width": 35, "time": 5},
+        "one token": {"time": 1},
+        "masks without decay": {"name": "aft", "masked": True},
+        "spikes of 300 without decay": {"name": "aft", "spike": 300.0},
+        "values that hardly differ": {"near": 1e-4},
+        "small beta": {"beta": 1e-3},
+        "fast decays": {"decay": 20.0},
+        "other free values": {"free": 6},
+        "pieces without decay": {"name": "aft", "pieces": PIECES},
+        "both directions": {"causal": False, "masked": True},
+    },
+    "states": {
+        "several kept states": {"time": 70},
+        "one state": {"rank": 1},
+        "several blocks of columns": {"width": 15, "time": 5},
+    },
+}
+SIZES = {"channels": {"name": "decay", "width": 4, "unit": 1.0}, "states": {"name": "ssm", "rank": 5}}
+# float32's rounding; that of beta f, which is 600 nats high; that of a difference that is divided by beta
+LIMITS = {"channels": 2e-6, "states": 5e-6}
 LOOSE = {
     "spikes of 300": 3e-4,
     "spikes of 300 without decay": 3e-4,
@@ -51,10 +62,12 @@ def results(call, marks, dtype, backend, pieces):
     return [*read, *gradients_of(mine, read, cotangents).values()]
 
 
-def error(name="decay", time=33, spike=0.0, near=None, documents=False, masked=False, pieces=None, **options) -> float:
-    """Of reads and gradients, the largest, of its norm or of 1 where that is less; inf where two runs differ."""
+def error(
+    name, time=33, spike=0.0, near=None, documents=False, masked=False, pieces=None, unit=0.0, **options
+) -> float:
+    """Of reads and gradients, the largest, of its norm or of `unit` where that is less; inf where two runs differ."""
     torch.manual_seed(0)
-    call, marks = make(name, time, batch=2, **{"width": 4} | options), {}
+    call, marks = make(name, time, batch=2, **options), {}
     if near is not None:
         call = call.set(v=3 + near * call.arguments["v"])
     call.arguments["free_values" if "free" in options else "v"][:, time // 4] += spike
@@ -67,7 +80,7 @@ def error(name="decay", time=33, spike=0.0, near=None, documents=False, masked=F
     found, again = (results(call, marks, None, "triton", pieces) for _ in range(2))
     if not all(map(torch.equal, found, again)):
         return torch.inf
-    return max(((a - b).norm() / b.norm().clamp_min(1)).item() for a, b in zip(found, wanted, strict=True))
+    return max(((a - b).norm() / b.norm().clamp_min(unit)).item() for a, b in zip(found, wanted, strict=True))
 
 
 def unseen() -> float:
@@ -88,5 +101,10 @@ def second_derivatives() -> float:
 
 
 if __name__ == "__main__":
-    found = {name: error(**case) for name, case in CASES.items()} | {"unseen": unseen(), "twice": second_derivatives()}
-    print({name: size for name, size in found.items() if not size < LOOSE.get(name, 2e-6)} or "equal")
+    kind = sys.argv[1]
+    found = {name: error(**SIZES[kind] | case) for name, case in (BOTH | CASES[kind]).items()}
+    loose = {}
+    if kind == "channels":
+        found |= {"unseen": unseen(), "twice": second_derivatives()}
+        loose = LOOSE
+    print({name: size for name, size in found.items() if not size < loose.get(name, LIMITS[kind])} or "equal")
