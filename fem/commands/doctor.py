@@ -10,7 +10,7 @@ import typer
 
 def command(
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="Check everything against float64: at most 20 minutes a step.")
+        bool, typer.Option("--gpu", help="Check everything against float64, in at most 20 minutes a step.")
     ] = False,
     only: Annotated[str | None, typer.Option(help="With --gpu: some of the steps, separated by commas.")] = None,
     output: Annotated[Path, typer.Option(help="With --gpu: folder of the page and the figures.")] = Path("runs/doctor"),

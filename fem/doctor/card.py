@@ -1,17 +1,21 @@
-"""`fem doctor --gpu`: checks, each in a process of its own with a time limit; a page, and one line that sums it up."""
+"""`fem doctor --gpu`: checks side by side, each in a process with a time limit; a page, and one line of verdict."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from fem import PRIORS
 from fem.extras import installed
 from fem.provenance import CONFIG, check_output, hardware, now, provenance, versions, write_json
 from fem.recipes import listed, require_some_of
@@ -36,9 +40,14 @@ def software(device: torch.device) -> Iterator[dict]:
 def steps() -> dict[str, Step]:
     from fem.doctor import checks
 
+    scans = {
+        prior: Step(f"Layers of {prior} against float64", partial(checks.scans, prior=prior))
+        for prior in PRIORS
+        if prior != "softmax"
+    }
     return {
         "software": Step("Versions", software),
-        "scans": Step("Layers of every prior that scans, against float64", checks.scans),
+        **scans,
         "softmax": Step("Softmax reads against the plain form in float64", checks.softmax),
         "layers": Step("Softmax layers in bfloat16 against float64", checks.layers),
         "model": Step("A language model, compiled", checks.compiled_model),
@@ -59,12 +68,18 @@ def examine(output: Path, only: str | None = None) -> dict:
     write_json(output / CONFIG, {"experiment": "doctor"})
     outcomes: dict = {}
     results = {"device": device, "hardware": hardware(), "versions": versions(), "date": now(), "steps": outcomes}
-    for name, step in chosen.items():
-        print(f"{step.title} (at most {LIMIT} s)")
-        outcomes[name] = _in_a_process(name, device, output / f"{name}.jsonl")
-        results["verdict"] = verdict(device, outcomes)
-        write_json(output / "results.json", results)  # what is done stays, whatever becomes of the next step
-        (output / "report.md").write_text(page(results, chosen), encoding="utf-8")
+    print(f"{len(chosen)} steps side by side, at most {LIMIT} s each")
+    pool = ThreadPoolExecutor(os.cpu_count())
+    ends = {pool.submit(_in_a_process, name, device, output / f"{name}.jsonl"): name for name in chosen}
+    try:
+        for end in as_completed(ends):
+            outcomes[ends[end]] = end.result()
+            print(f"{chosen[ends[end]].title}: {end.result()['ended']}, {end.result()['seconds']:.0f} s")
+            results["verdict"] = verdict(device, outcomes)
+            write_json(output / "results.json", results)  # what is done stays, whatever becomes of the other steps
+            (output / "report.md").write_text(page(results, chosen), encoding="utf-8")
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupted run starts no further step
     return results
 
 
@@ -88,7 +103,7 @@ def verdict(device: str, outcomes: dict) -> str:
     """In words: how many checks pass, and which steps did not finish."""
     rows = [row for step in outcomes.values() for row in step["rows"]]
     wrong = [row for row in rows if row["result"] != "ok"]
-    unfinished = [name for name, step in outcomes.items() if step["ended"] != "ok"]
+    unfinished = sorted(name for name, step in outcomes.items() if step["ended"] != "ok")
     text = f"On {device}, {len(rows) - len(wrong)} of {len(rows)} checks pass"
     if unfinished:
         text += f"; not finished: {', '.join(unfinished)}"
@@ -97,7 +112,8 @@ def verdict(device: str, outcomes: dict) -> str:
 
 def page(results: dict, chosen: dict[str, Step]) -> str:
     parts = [f"# fem doctor --gpu\n\n{results['verdict']}\n"]
-    for name, step in results["steps"].items():
+    for name in filter(results["steps"].get, chosen):
+        step = results["steps"][name]
         parts.append(f"## {chosen[name].title}\n\nEnded: {step['ended']}, after {step['seconds']} s.\n")
         columns = list(dict.fromkeys(column for row in step["rows"] for column in row))
         if columns:

@@ -32,26 +32,23 @@ def _apart(tensors: list[Tensor], wanted: list[Tensor], limit: float = 1e-3) -> 
     return None if worst <= limit else f"off by {worst:.2g} of the norm"
 
 
-def scans(device: torch.device) -> Iterator[Row]:
-    """A layer of every prior that scans, outputs and gradients, against the same layer in float64 on the CPU.
+def scans(device: torch.device, prior: str) -> Iterator[Row]:
+    """A layer of a prior that scans, outputs and gradients, against the same layer in float64 on the CPU.
 
     flash-linear-attention's kernels multiply float32 inputs in TF32, so their limit is bfloat16's. In bfloat16 features
     of `linear` near ReLU's kink fall on its other side: gradients of the query are off by 8 %, in the plain form, too.
     """
-    gla = [{"prior_type": "gla", "decay": decay} for decay in ("head", "channel")]
-    others = [{"prior_type": name} for name in PRIORS if name not in ("softmax", "gla")]
-    for fields in gla + others:
-        config = FreeEnergyMixerConfig(n_embd=64, n_head=2, **fields)
-        products = device.type == "cuda" and fields["prior_type"] in ("linear", "gla")
-        rounded = 1e-1 if fields["prior_type"] == "linear" else 5e-2
+    for fields in [{"decay": "head"}, {"decay": "channel"}] if prior == "gla" else [{}]:
+        config = FreeEnergyMixerConfig(n_embd=64, n_head=2, prior_type=prior, **fields)
+        name = ", ".join([prior, *fields.values()])
+        products = device.type == "cuda" and prior in ("linear", "gla")
+        rounded = 1e-1 if prior == "linear" else 5e-2
         for dtype, limit in ((torch.float32, 5e-2 if products else 1e-3), (torch.bfloat16, rounded)):
             run = partial(_against_float64, config, device, dtype, limit)
-            yield outcome(", ".join(fields.values()), run, dtype=str(dtype)[6:])
+            yield outcome(name, run, dtype=str(dtype)[6:])
         torch.manual_seed(0)
         layer, x = FreeEnergyMixer(config).to(device), torch.randn(2, 130, config.n_embd, device=device)
-        yield outcome(
-            f"{', '.join(fields.values())}, token by token", partial(_token_by_token, layer, x), dtype="float32"
-        )
+        yield outcome(f"{name}, token by token", partial(_token_by_token, layer, x), dtype="float32")
 
 
 def _against_float64(config, device, dtype: torch.dtype, limit: float) -> str | None:

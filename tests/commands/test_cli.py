@@ -276,10 +276,10 @@ def test_doctor_stops_a_step_that_takes_too_long_and_keeps_what_it_had_found(tmp
         raise subprocess.TimeoutExpired(command, options["timeout"])
 
     monkeypatch.setattr(card.subprocess, "run", hangs)
-    found = card.examine(tmp_path, "scans,softmax")
+    found = card.examine(tmp_path, "mamba,softmax")
     assert [step["ended"].startswith("stopped after") for step in found["steps"].values()] == [True, True]
     assert "2 of 2 checks pass" in found["verdict"]
-    assert "not finished: scans, softmax" in found["verdict"]
+    assert "not finished: mamba, softmax" in found["verdict"]
 
 
 def test_a_default_warm_up_shrinks_to_fit():
