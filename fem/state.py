@@ -45,7 +45,7 @@ class CachePosition:
 class MixerState:
     """The memory of one mixer layer: what its prior and its conditioner carry to the next token.
 
-    Every tensor has the batch first. A state is never changed in place: a layer returns a new one. `torch.save` writes
+    Every tensor has the batch first. A layer never changes a state in place: it returns a new one. `torch.save` writes
     it and `torch.load` reads it; `state_dict` is for other formats, such as safetensors.
     """
 
@@ -108,6 +108,13 @@ class MixerState:
         if index.is_cpu and not torch.compiler.is_compiling() and bool(((index < 0) | (index >= self.batch)).any()):
             raise ValueError(f"index must name rows from 0 to {self.batch - 1}, got {index.tolist()}.")
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for _, tensor in self._named()]
+
+    def clone(self) -> MixerState:
+        """The same state in tensors of its own."""
+        return self._map(torch.clone)
 
     def detach(self) -> MixerState:
         """The same state without its history, for truncated backpropagation."""

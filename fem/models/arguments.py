@@ -32,13 +32,16 @@ def check_names(model: object, further: dict, position_ids: Tensor | None) -> No
         )
 
 
-def mask_of_new_tokens(attention_mask: Tensor | None, past: int, x: Tensor) -> Tensor | None:
+def mask_of_new_tokens(attention_mask: Tensor | None, past: int | Tensor, x: Tensor) -> Tensor | None:
     """The part of the mask (B, T_past + T) that covers the new tokens x (B, T, D); None where it keeps all of them.
 
+    Of a static cache only the device knows T_past, and the mask may begin anywhere.
     Raises ValueError on another shape, TypeError on floating numbers other than 0 and 1.
     """
     if attention_mask is None:
         return None
+    if isinstance(past, Tensor):
+        past = max(0, attention_mask.shape[-1] - x.shape[1])
     wanted = (x.shape[0], past + x.shape[1])
     if tuple(attention_mask.shape) != wanted:
         by_pairs = " A mask of pairs needs attn_implementation='sdpa'." if attention_mask.dim() == 4 else ""
@@ -74,7 +77,7 @@ def read_documents(
     x: Tensor,
     attention_mask: Tensor | dict | None,
     position_ids: Tensor | None,
-    past: int,
+    past: int | Tensor,
     segment_ids: Tensor | None,
 ) -> Tensor | None:
     """The document of every token of x (B, T, ...); None where there is only one.
@@ -86,7 +89,7 @@ def read_documents(
     """
     if segment_ids is not None:
         return segment_ids
-    if position_ids is None or past:
+    if position_ids is None or isinstance(past, Tensor) or past:
         return None
     if position_ids.shape[-1] != x.shape[1] or position_ids.is_floating_point():
         raise ValueError(

@@ -7,7 +7,14 @@ import copy
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+)
 
 from fem.mixer import FreeEnergyMixer
 from fem.state import MixerState
@@ -33,7 +40,7 @@ class MixerMemory(CacheLayerMixin):
 
     def reset(self) -> None:
         self.past: list[MixerState | None] = [None]  # the last is the present
-        self.tokens = 0
+        self.tokens: int | Tensor = 0
 
     @property
     def state(self) -> MixerState | None:
@@ -59,25 +66,25 @@ class MixerMemory(CacheLayerMixin):
     def __deepcopy__(self, memo: dict) -> MixerMemory:
         return copy.copy(self)  # states are never changed in place, so copies share them
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> int | Tensor:
         return self.tokens
 
     def get_max_length(self) -> int:
         return -1
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int | Tensor, int]:
         return self.tokens + query_length, 0
 
     def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
-        self.past = [None if state is None else state.reorder(beam_idx) for state in self.past]
+        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
-        self.reorder_cache(indices)
+        self.past = [None if state is None else state.reorder(indices) for state in self.past]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
             rows = torch.arange(self.state.batch, device=self.state.device)
-            self.reorder_cache(rows.repeat_interleave(repeats))
+            self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens. Raises ValueError where fewer states were recorded."""
@@ -112,20 +119,60 @@ class MixerMemory(CacheLayerMixin):
         return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
-def memory_of(cache: Cache, layer: int) -> MixerMemory | None:
+class FixedMemory(MixerMemory):
+    """A state of fixed size in tensors that keep their addresses, so that a compiled step or a CUDA graph finds them.
+
+    It counts its tokens on the device, as transformers' static layers do, and cannot forget any.
+    """
+
+    is_compileable = True
+    is_croppable = False
+
+    def store(self, state: MixerState, tokens: int) -> None:
+        if self.state is not None:
+            self._overwrite(state)
+            self.tokens += tokens
+        elif tokens:
+            super().store(state.clone(), tokens)
+            self.tokens = torch.tensor(tokens, device=state.device)
+            for tensor in (self.tokens, *self.state.tensors()):
+                torch._dynamo.mark_static_address(tensor)
+
+    def _overwrite(self, state: MixerState) -> None:
+        for held, new in zip(self.state.tensors(), state.tensors(), strict=True):
+            held.copy_(new)
+
+    def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
+        if self.state is not None:
+            self._overwrite(self.state.reorder(beam_idx))
+
+    def __deepcopy__(self, memo: dict) -> FixedMemory:
+        copied = FixedMemory()
+        if self.state is not None:
+            copied.store(self.state, 1)
+            copied.tokens.copy_(self.tokens)
+        return copied
+
+    def activate_past_recording(self) -> None:
+        raise ValueError("a static cache keeps no past states, which assisted decoding asks for; use a dynamic one.")
+
+
+def memory_of(cache: Cache, layer: int, fixed: bool = False) -> MixerMemory | None:
     """The memory of a layer's mixer in a cache; it takes the place of an empty layer of a DynamicCache.
 
-    None where the layer has a fixed size, or holds keys and values.
+    fixed: whether the state has a fixed size, so that an empty layer of a StaticCache will do as well.
+    None where the layer is of another kind, or holds keys and values.
     """
     layers = cache.layers
     if layer == len(layers):
         layers.append(MixerMemory())
     memory = layers[layer]
-    if type(memory) is MixerMemory:
+    if isinstance(memory, MixerMemory):
         return memory
-    if type(memory) not in (DynamicLayer, DynamicSlidingWindowLayer) or memory.is_initialized:
+    dynamic = type(memory) in (DynamicLayer, DynamicSlidingWindowLayer)
+    if memory.is_initialized or not (dynamic or (fixed and type(memory) is StaticLayer)):
         return None
-    layers[layer] = MixerMemory()
+    layers[layer] = MixerMemory() if dynamic else FixedMemory()
     return layers[layer]
 
 

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
@@ -29,7 +30,7 @@ from fem.models.cache import FEMCache, memory_of
 from fem.models.configuration import FEMConfig
 from fem.models.engines.attention import EXACT, attend
 from fem.models.engines.inputs import WRITTEN, documents_of, masks_of, positions_of, tokens_of
-from fem.models.engines.support import attends, layer_type, obstacle
+from fem.models.engines.support import attends, keeps_tokens, layer_type, obstacle
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
 
 logger = logging.get_logger(__name__)
@@ -47,7 +48,7 @@ class FEMBlock(GradientCheckpointingLayer):
         self.config, self.layer_idx, self.kind = config, index, layer_type(mixer)
         self.is_causal, self.sliding_window, self.scaling = True, mixer.window, mixer.key_width**-0.5
         self.num_key_value_groups, self.head_dim = mixer.n_head // mixer.kv_heads, config.head_dim
-        self.attends = attends(mixer)
+        self.attends, self.has_fixed_state = attends(mixer), not keeps_tokens(mixer)
         self.mixer_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = FreeEnergyMixer(mixer)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -71,12 +72,13 @@ class FEMBlock(GradientCheckpointingLayer):
         elif past_key_values is None:
             y = self.mixer(y, attention_mask, segment_ids)
         else:
-            memory = memory_of(past_key_values, self.layer_idx)
+            memory = memory_of(past_key_values, self.layer_idx, self.has_fixed_state)
             if memory is None:
+                empty = "DynamicCache or StaticCache" if self.has_fixed_state else "DynamicCache"
                 raise ValueError(
-                    "past_key_values must be a cache that this model made in its exact form, or an empty DynamicCache, "
-                    f"got {type(past_key_values.layers[self.layer_idx]).__name__} in layer {self.layer_idx}; leave it "
-                    "out and the model makes one."
+                    f"past_key_values must be a cache that this model made in its exact form, or an empty {empty}, got "
+                    f"{type(past_key_values.layers[self.layer_idx]).__name__} in layer {self.layer_idx}; leave it out "
+                    "and the model makes one."
                 )
             y = memory.read(self.mixer, y, attention_mask, segment_ids)
         x = x + y
@@ -253,19 +255,28 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *sizes) -> None:
-        """Prepare transformers' cache; in the exact form a FEMCache takes its place."""
+        """Prepare transformers' cache; in the exact form a FEMCache takes the place of a dynamic one."""
         exact, given = self.config._attn_implementation == EXACT, model_kwargs.get("past_key_values") is not None
         kind = generation_config.cache_implementation or "dynamic"
-        if exact and not kind.startswith("dynamic"):
+        dynamic, fixed = kind.startswith("dynamic"), all(block.has_fixed_state for block in self.model.layers)
+        if exact and not dynamic and not (fixed and kind == "static"):
+            served = self._no_engine(self.config) is None
             raise ValueError(
-                f"cache_implementation={kind!r} needs an engine's cache; call "
-                'model.set_attn_implementation("sdpa") first, or leave it out for the cache of the exact form.'
+                f"cache_implementation={kind!r} cannot hold the states of this model's exact form; "
+                + ('call model.set_attn_implementation("sdpa") first, or ' if served else "")
+                + "leave it out for a cache that can."
             )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
-        if exact and not given and model_kwargs.get("past_key_values") is not None:
+        if exact and dynamic and not given and model_kwargs.get("past_key_values") is not None:
             cache = model_kwargs["past_key_values"] = FEMCache(self.config.num_hidden_layers)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
+
+    def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **options):
+        """What a compiled step reads as its mask: in the exact form that of the new tokens, (B, T)."""
+        if config._attn_implementation != EXACT:
+            return create_masks_for_generate(config, inputs_embeds, attention_mask, **options)
+        return attention_mask if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
 
     def _prepare_generated_length(
         self, generation_config, *, model_input_name, input_ids_length, inputs_tensor, **defaults

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+from processes import printed
 from small_models import lively, small_config, tokens
 from transformers import DynamicCache, StaticCache
 
@@ -206,6 +207,72 @@ def test_an_engine_generates_over_the_caches_of_transformers(cache, share):
     assert torch.equal(generate(model, tokens(1, 6), **options), expected)
 
 
+@pytest.fixture(params=[prior for prior in PRIORS if prior != "softmax"])
+def scan_model(request) -> FEMForCausalLM:
+    return small_model(prior_type=request.param)
+
+
+@pytest.mark.parametrize("mode", CACHED_MODES)
+def test_a_static_cache_holds_states_of_fixed_size(scan_model, mode):
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    how = {"attention_mask": mask, **CACHED_MODES[mode]}
+    static = generate(scan_model, ids, cache_implementation="static", **how)
+    assert torch.equal(static, generate(scan_model, ids, **how))
+
+
+def test_a_static_cache_keeps_its_addresses_and_counts_on_the_device(scan_model):
+    ids = tokens(2, 9)
+    cache = StaticCache(config=scan_model.config, max_cache_len=9)
+    scan_model(ids[:, :5], past_key_values=cache)
+    addresses = [[x.data_ptr() for x in layer.state.tensors()] for layer in cache.layers]
+    copied = copy.deepcopy(cache)
+    for at in (5, 6):
+        scan_model(ids[:, at : at + 1], past_key_values=cache, attention_mask=torch.ones(2, at + 1))
+    assert [[x.data_ptr() for x in layer.state.tensors()] for layer in cache.layers] == addresses
+    assert cache.is_compileable
+    assert cache.get_seq_length().item() == 7
+    assert copied.get_seq_length().item() == 5
+    whole = scan_model(ids).logits
+    close(scan_model(ids[:, 7:], past_key_values=cache).logits, whole[:, 7:])
+    close(scan_model(ids[:, 5:], past_key_values=copied).logits, whole[:, 5:])
+    cache.reset()
+    close(scan_model(ids, past_key_values=cache).logits, whole)
+
+
+ONE_GRAPH = """
+import torch
+from transformers import CompileConfig
+from fem import PRIORS
+from fem.models import FEMForCausalLM
+from small_models import lively, small_config, tokens
+
+for prior in [name for name in PRIORS if name != "softmax"]:
+    torch._dynamo.reset()
+    model = lively(FEMForCausalLM(small_config(prior_type=prior)))
+    compiled = CompileConfig(backend="eager", mode=None, fullgraph=True)
+    compiled._compile_all_devices = True
+    for length in (9, 7):
+        mask = torch.ones(2, length, dtype=torch.long)
+        mask[1, :3] = 0
+        how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+        wanted = model.generate(tokens(2, length), **how)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            found = model.generate(
+                tokens(2, length), cache_implementation="static", compile_config=compiled, **how
+            )
+        assert torch.equal(found, wanted), (prior, length)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, prior
+    torch._dynamo.utils.counters.clear()
+"""
+
+
+@pytest.mark.slow
+def test_a_step_over_a_static_cache_compiles_once():
+    """For prompts of any length; on a GPU transformers captures it as a CUDA graph."""
+    printed("-c", ONE_GRAPH)
+
+
 def test_a_recorded_cache_forgets_its_last_tokens(model):
     cache = FEMCache(len(model.model.layers))
     cache.activate_past_recording()
@@ -246,8 +313,12 @@ def test_bf16_model_generates(softmax_model):
         (lambda m, c: c.crop(-2), ValueError, "at most the 0 that were recorded, got -2; call activate_past"),
         (lambda m, c: c.crop(5), ValueError, "minus the number of tokens to forget, .* got 5"),
         *(
-            (lambda m, c, kind=kind: m.generate(tokens(1, 4), cache_implementation=kind), ValueError, "set_attn_impl")
-            for kind in ("quantized", "offloaded")
+            (
+                lambda m, c, kind=kind: m.generate(tokens(1, 4), cache_implementation=kind),
+                ValueError,
+                "cannot hold the states",
+            )
+            for kind in ("quantized", "offloaded", "static")
         ),
         (lambda m, c: m(tokens(2, 2), attention_mask=torch.ones(2, 1, 2, 2)), ValueError, "attn_implementation='sdpa'"),
         (

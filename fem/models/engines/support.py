@@ -45,7 +45,7 @@ def obstacle_to_states(config: PreTrainedConfig) -> str | None:
     if not states:
         return "no layer has a state of fixed size."
     for layer, mixer in enumerate(mixers):
-        if not attends(mixer) and issubclass(PRIORS[mixer.prior_type], SoftmaxPrior):
+        if not attends(mixer) and keeps_tokens(mixer):
             return f"layer {layer} keeps keys and values, and its prior {mixer.prior_type!r} reads them in its own way."
         if attends(mixer) and mixer.kv_heads != config.num_key_value_heads:
             return f"layer {layer} has {mixer.kv_heads} key heads, but a cache has {config.num_key_value_heads}."
@@ -54,10 +54,14 @@ def obstacle_to_states(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def keeps_tokens(mixer: FreeEnergyMixerConfig) -> bool:
+    """Whether the layer keeps keys and values, so that its state grows."""
+    return issubclass(PRIORS[mixer.prior_type], SoftmaxPrior)
+
+
 def attends(mixer: FreeEnergyMixerConfig) -> bool:
     """Whether the layer is softmax attention over keys and values that it keeps, by whatever queries and keys."""
-    prior = PRIORS[mixer.prior_type]
-    return issubclass(prior, SoftmaxPrior) and not prior.reads_otherwise()
+    return keeps_tokens(mixer) and not PRIORS[mixer.prior_type].reads_otherwise()
 
 
 def has_state(mixer: FreeEnergyMixerConfig) -> bool:
