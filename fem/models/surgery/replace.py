@@ -18,7 +18,8 @@ def replace_attention(
     layers: Iterable[int] | None = None,
     **config,
 ) -> nn.Module:
-    """Turn the self-attention of `model` into Free Energy Mixers, in place, and return the model.
+    """Turn the self-attention of `model` into Free Energy Mixers, in place, and return the model; of a lone attention,
+    the module that takes its place.
 
         attention: o_t = W_O mean_t         FEM: o_t = W_O (g_t * ((1 - lambda_t) mean_t + lambda_t F_t))     (Eq. 11)
 
@@ -41,8 +42,9 @@ def replace_attention(
     Make the optimizer afterwards, or it lacks the new parameters. Those of lambda and beta have tiny gradients at first
     and need some 30 times the original's rate (FreeEnergyHead.temperature_parameters). A transformers model, and each
     inside a model of another kind, notes the call in its config: save it with save_pretrained, load it with an Auto
-    class or `fem.models.load_replaced`; its original class refuses such a folder. Any other model, and a part of one:
-    build, replace, load_state_dict.
+    class or `fem.models.load_replaced`; its original class refuses such a folder. Where only the body of a model was
+    replaced, load_replaced opens what the whole saves. Any other model, and a part of one: build, replace,
+    load_state_dict.
 
     Raises ValueError on attention that cannot be replaced, by name, on a model with adapters, on layers out of range or
     replaced before, and on fields that the original decides; TypeError on unknown fields.
