@@ -87,6 +87,8 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
         raise Refused(
             f"its projections ({', '.join(sorted({type(part).__name__ for part in maps}))}) are not linear maps"
         )
+    if "ALL_ATTENTION_FUNCTIONS" not in inspect.unwrap(type(module).forward).__globals__:
+        raise Refused("it does not call transformers' attention functions; use a model class that does")
     heads = _first(module, HEADS) or _first(module.config, ("num_attention_heads", *HEADS))
     width = _width(module, heads)
     if heads is None or width is None:
