@@ -27,9 +27,10 @@ def replace_attention(
     They start at lambda = 5e-5 (lambda_init = -10) and g = 1, so the model computes what it did, and fine-tuning turns
     it into FEM. The original's masks, rotary embeddings, caches and `generate` stay at work; dropout of the attention's
     weights falls on the mixed output instead. It needs prior_type="softmax", the prior that was there.
-    This is checked first: a transformers model on token ids or pictures runs once on 8 random tokens or one random
-    picture, which costs that forward with each attention computed twice, and an attention that would compute something
-    else is refused by name. Nothing is checked on the meta device, with flash or flex attention, or for other inputs.
+    This is checked first: a transformers model runs once on 8 random tokens, a random picture or a random sound, and so
+    do the models inside it whose attention it did not reach, which costs these forwards with each attention computed
+    twice; an attention that would compute something else is refused by name. Nothing is checked on the meta device,
+    with flash or flex attention, or for other inputs, and transformers' log says how many attentions that are.
     preserve=False puts a fresh FreeEnergyMixer of any prior in place, with 4 D^2 linear weights
     (FreeEnergyMixerConfig.matched), causal where the original is, rotated at its rope_theta without its scaling. Give
     causal=True where only the calls are causal (CLIP's text); a call that says otherwise than the mixer is refused.
