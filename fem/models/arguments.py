@@ -6,23 +6,17 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool
 from torch import Tensor
+from transformers.utils import TransformersKwargs
 
 from fem.ops.common.tokens import last_kept_before
 
-# Ignored, as a mixer knows this already: its cache counts the tokens.
-SET_ASIDE = {
-    "token_type_ids",
-    "cache_position",
-    "tokenizer",
-    "max_length_q",
-    "max_length_k",
-    "output_router_logits",
-}
 SAID_BY_POSITIONS = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"}  # ignored beside position_ids, which say the same
+CHANGES_THE_READ = {*SAID_BY_POSITIONS, "is_causal"}
+SET_ASIDE = {*TransformersKwargs.__annotations__, "token_type_ids", "cache_position", "tokenizer"} - CHANGES_THE_READ
 
 
 def check_names(model: object, further: dict, position_ids: Tensor | None) -> None:
-    """Raise TypeError on an argument that neither the model nor transformers knows."""
+    """Raise TypeError on an argument that would be dropped although it says what is read, or is unknown."""
     known = SET_ASIDE if position_ids is None else SET_ASIDE | SAID_BY_POSITIONS
     unknown = [name for name, value in further.items() if name not in known and value is not None]
     if unknown:

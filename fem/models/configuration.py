@@ -31,7 +31,12 @@ READ_BY_MIXERS = (
     *("prior_type", "layer_priors", "mixer", "rope_parameters"),
 )
 BUILT = "_built"  # the mixers' configurations beside what they were built from; saved nowhere
-OTHER_SIZES = {"intermediate_size": (None,), "max_position_embeddings": (None, "auto"), "num_key_value_heads": (None,)}
+SIZES = {  # the fields that are positive integers, and what may stand in their place
+    **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), ()),
+    "num_key_value_heads": (None,),
+    "intermediate_size": (None,),
+    "max_position_embeddings": (None, "auto"),
+}
 
 
 @no_type_check  # the tests' shape checks take a constructor's arguments from the fields, but transformers' has more
@@ -187,19 +192,12 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         return scaled(self, build_config(**{"n_embd": self.hidden_size, "n_head": self.num_attention_heads, **fields}))
 
     def _check_sizes(self):
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-            positive_int(name, getattr(self, name))
-        for name, others in OTHER_SIZES.items():
-            if getattr(self, name) not in others:
-                positive_int(name, getattr(self, name), others)
-        for name in ("rms_norm_eps", "initializer_range"):
-            finite_number(name, getattr(self, name), 0.0, math.inf)
+        check_sizes(self, SIZES, ("rms_norm_eps", "initializer_range"))
         for name in ("tie_word_embeddings", "use_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.prior_type, str):
             raise ValueError(f"prior_type must be one of {', '.join(PRIORS)}; got {self.prior_type!r}.")
-        check_mixer_fields(self)
         if not isinstance(self.layer_priors, (list, tuple, NoneType)):
             raise TypeError(f"layer_priors must be a list with an entry per layer, got {self.layer_priors!r}.")
         if self.layer_priors is not None and len(self.layer_priors) != self.num_hidden_layers:
@@ -234,8 +232,13 @@ def check_names(where: str, fields: dict, of_model: set[str]) -> None:
             raise ValueError(f"{where} must leave {name} to the model's {owner}, got {name}={fields[name]!r}.")
 
 
-def check_mixer_fields(config: PreTrainedConfig) -> None:
-    """Raise unless heads divide the width and `mixer` is a dict, which is copied."""
+def check_sizes(config: PreTrainedConfig, sizes: dict[str, tuple], numbers: tuple[str, ...]) -> None:
+    """Raise unless sizes and numbers are some, heads divide the width, and `mixer` is a dict, which is copied."""
+    for name, others in sizes.items():
+        if getattr(config, name) not in others:
+            positive_int(name, getattr(config, name), others)
+    for name in numbers:
+        finite_number(name, getattr(config, name), 0.0, math.inf)
     if config.hidden_size % config.num_attention_heads:
         raise ValueError(
             f"num_attention_heads must divide hidden_size = {config.hidden_size}, got {config.num_attention_heads}."

@@ -19,7 +19,8 @@ from transformers import (
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import logging
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple
 
 from fem.config import FreeEnergyMixerConfig
@@ -171,7 +172,7 @@ class FEMModel(FEMPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         segment_ids: Tensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"give input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}.")
@@ -305,7 +306,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor | None = None,
         segment_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         shift_labels = kwargs.pop("shift_labels", None)  # not by name, or the Trainer looks for it in its batches
         trained = labels is not None or shift_labels is not None

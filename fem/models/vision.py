@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import no_type_check
 
 import torch
@@ -14,10 +13,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from fem.checks import finite_number, positive_int
+from fem.checks import finite_number
 from fem.config import FreeEnergyMixerConfig, build_config
 from fem.mixer import FreeEnergyMixer
-from fem.models.configuration import check_mixer_fields, check_names, refuse_unknown
+from fem.models.configuration import check_names, check_sizes, refuse_unknown
 from fem.models.modeling import FEMPreTrainedModel
 from fem.models.opener import OpensWithFEM
 from fem.models.presets import TRANSFORMER
@@ -25,7 +24,11 @@ from fem.optim import AsksNoDecay
 
 ENCODER = {"causal": False, "use_rope": False}
 POOLINGS = ("cls", "mean")
-COUNTS = ("image_size", "patch_size", "num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads")
+SIZES = {  # the fields that are positive integers, and what may stand in their place
+    **dict.fromkeys(("image_size", "patch_size", "num_channels", "hidden_size", "num_hidden_layers"), ()),
+    "num_attention_heads": (),
+    "intermediate_size": (None,),
+}
 
 
 @no_type_check  # the tests' shape checks take a constructor's arguments from the fields, but transformers' has more
@@ -110,16 +113,10 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
         return width
 
     def _check_sizes(self):
-        for name in COUNTS:
-            positive_int(name, getattr(self, name))
-        if self.intermediate_size is not None:
-            positive_int("intermediate_size", self.intermediate_size, (None,))
+        check_sizes(self, SIZES, ("layer_norm_eps", "initializer_range"))
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size must divide image_size = {self.image_size}, got {self.patch_size}.")
-        check_mixer_fields(self)
         check_names("mixer", self.mixer, {"n_embd", "n_head", "prior_type"})
-        for name in ("layer_norm_eps", "initializer_range"):
-            finite_number(name, getattr(self, name), 0.0, math.inf)
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling must be {' or '.join(POOLINGS)}, got {self.pooling!r}.")
         if finite_number("drop_path_rate", self.drop_path_rate, 0.0, 1.0) == 1:

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -120,21 +121,72 @@ def test_image_models_say_who_opens_them(tmp_path):
 # --- replaced models
 
 
-def test_auto_classes_open_a_replaced_model_as_it_is(replaced, tmp_path):
+class Reward(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model, self.head = lively(HOSTS["llama"]()), torch.nn.Linear(VOCABULARY, 1)
+
+
+def in_two_calls() -> torch.nn.Module:
+    model = replace_attention(lively(HOSTS["llama"]()), layers=[1], beta_max_init=0.5)
+    return replace_attention(model, layers=[0], use_outer_gate=False, lambda_init=np.float32(-5))
+
+
+def a_body() -> torch.nn.Module:
+    model = lively(HOSTS["llama"]())
+    replace_attention(model.model)
+    return model
+
+
+def two_models(preserve: bool) -> torch.nn.Module:
+    decoder = transformers.BertConfig(**BERT, is_decoder=True, add_cross_attention=True)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**BERT), decoder)
+    return replace_attention(lively(transformers.EncoderDecoderModel(config)), preserve=preserve)
+
+
+def pictures() -> torch.nn.Module:
+    sizes = {"image_size": 8, "patch_size": 4, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
+    return replace_attention(lively(model), "linear", preserve=False, use_conv=False)
+
+
+REPLACED = {name: lambda build=build: replace_attention(lively(build())) for name, build in HOSTS.items()} | {
+    "in two calls": in_two_calls,
+    "a body": a_body,
+    "within a module": lambda: replace_attention(Reward()).model,
+    "two models": lambda: two_models(True),
+    "two models with fresh mixers": lambda: two_models(False),
+    "pictures with fresh mixers": pictures,
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_was_saved_opens_as_it_is_and_is_saved_again(name, tmp_path):
+    model = awake(REPLACED[name]())
+    model.save_pretrained(tmp_path / "once")
+    ids = tokens(2, 7)
+    given = {"pixel_values": torch.randn(2, 3, 8, 8)} if name.startswith("pictures") else {"input_ids": ids}
+    given |= {"decoder_input_ids": ids[:, :5]} if name.startswith("two") else {}
+    opened = load_replaced(tmp_path / "once")
+    assert type(opened) is type(model)
+    torch.testing.assert_close(opened(**given).logits, model(**given).logits)
+    opened.save_pretrained(tmp_path / "again")
+    torch.testing.assert_close(load_replaced(tmp_path / "again")(**given).logits, model(**given).logits)
+    first, second = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("once", "again"))
+    if name != "a body":  # its whole did not know, when it was first saved
+        auto = getattr(transformers, first["architectures"][0])
+        torch.testing.assert_close(auto.from_pretrained(tmp_path / "once")(**given).logits, model(**given).logits)
+        same = first.keys() - {"encoder", "decoder"}  # which transformers itself saves with another dtype
+        assert {field: first[field] for field in same} == {field: second.get(field) for field in same}
+        assert first.keys() == second.keys()
+    low = load_replaced(tmp_path / "once", dtype=torch.float64)
+    assert low.dtype == torch.float64
+
+
+def test_the_body_of_what_was_saved_opens_alone(replaced, tmp_path):
     replaced.save_pretrained(tmp_path)
-    ids = tokens(2, 9)
-    for loaded in (transformers.AutoModelForCausalLM.from_pretrained(tmp_path), load_replaced(tmp_path)):
-        assert type(loaded) is type(replaced)
-        torch.testing.assert_close(loaded(ids).logits, replaced(ids).logits)
-    body = transformers.AutoModel.from_pretrained(tmp_path)
+    ids, body = tokens(2, 9), transformers.AutoModel.from_pretrained(tmp_path)
     torch.testing.assert_close(body(ids).last_hidden_state, replaced.base_model(ids).last_hidden_state)
-
-
-def test_saving_again_changes_nothing(replaced, tmp_path):
-    replaced.save_pretrained(tmp_path)
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
-    first, second = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, tmp_path / "again"))
-    assert first == second
 
 
 def test_models_of_one_config_are_saved_each_as_it_is(tmp_path):
@@ -150,13 +202,6 @@ def test_models_of_one_config_are_saved_each_as_it_is(tmp_path):
         torch.testing.assert_close(opens(tmp_path / name)(ids).logits, model(ids).logits)
 
 
-def test_a_replaced_body_is_saved_with_its_head(tmp_path):
-    model = lively(HOSTS["llama"]())
-    replace_attention(model.model)
-    awake(model).save_pretrained(tmp_path)
-    torch.testing.assert_close(load_replaced(tmp_path)(tokens(1, 7)).logits, model(tokens(1, 7)).logits)
-
-
 def test_a_replaced_part_is_not_put_into_other_layers(tmp_path):
     sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
     sizes |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": VOCABULARY}
@@ -169,31 +214,16 @@ def test_a_replaced_part_is_not_put_into_other_layers(tmp_path):
         load_replaced(tmp_path)
 
 
-class Reward(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.model, self.head = lively(HOSTS["llama"]()), torch.nn.Linear(VOCABULARY, 1)
-
-
-def test_a_model_within_a_module_is_saved_with_its_free_energy(tmp_path):
-    whole = replace_attention(Reward())
-    awake(whole.model).save_pretrained(tmp_path)
-    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(opened(tokens(1, 7)).logits, whole.model(tokens(1, 7)).logits)
-    with pytest.raises(
-        ValueError, match=r"layers must be indices within the part .* call replace_attention on its LlamaForCausalLM"
-    ):
+def test_layers_are_numbered_within_the_part_that_is_saved():
+    words = r"layers must be indices within the part .* call replace_attention on its LlamaForCausalLM"
+    with pytest.raises(ValueError, match=words):
         replace_attention(Reward(), layers=[0])
 
 
-@pytest.mark.parametrize("preserve", [True, False])
-def test_a_model_of_two_models_opens_again(preserve, tmp_path):
-    decoder = transformers.BertConfig(**BERT, is_decoder=True, add_cross_attention=True)
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**BERT), decoder)
-    model = replace_attention(lively(transformers.EncoderDecoderModel(config)), preserve=preserve)
-    model.save_pretrained(tmp_path)
-    given = {"input_ids": tokens(1, 7), "decoder_input_ids": tokens(1, 5)}
-    torch.testing.assert_close(load_replaced(tmp_path)(**given).logits, model(**given).logits)
+def test_load_replaced_wants_a_replaced_model(tmp_path):
+    HOSTS["gpt2"]().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="from_pretrained"):
+        load_replaced(tmp_path)
 
 
 def test_adapters_come_after_the_replacement():

@@ -140,13 +140,6 @@ def test_padding_changes_no_reward():
     torch.testing.assert_close(found, model(ids).logits)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}], ids=["cached", "uncached", "beams"])
-def test_generation_stops_at_the_longest_row_with_its_text(options):
-    model = lively(FEMForCausalLM(small_config(max_position_embeddings=8)))
-    text = model.generate(tokens(1, 5), max_new_tokens=20, do_sample=False, pad_token_id=0, **options)
-    assert text.shape == (1, 8)
-
-
 def test_a_text_of_ones_own_may_outgrow_the_longest_row(caplog):
     model = lively(FEMForCausalLM(small_config(max_position_embeddings=8)))
     cache = model(tokens(1, 8), use_cache=True).past_key_values
@@ -270,12 +263,3 @@ def test_encoder_decoder_generates_as_the_original_does():
 def test_replacing_a_name_is_a_type_error(as_users_run):
     with pytest.raises(TypeError, match="model must be a torch module, got 'gpt2'"):
         replace_attention("gpt2")
-
-
-def test_fresh_mixer_refuses_a_call_it_does_not_know():
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": VOCABULARY}
-    model = transformers.T5EncoderModel(transformers.T5Config(**sizes))
-    with pytest.raises(
-        ValueError, match="T5Attention is called in a way that a fresh mixer cannot take; pass preserve=True"
-    ):
-        replace_attention(model, "gla", preserve=False)

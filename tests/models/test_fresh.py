@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import fem
 from fem import PRIORS, FreeEnergyMixer, replace_attention
 
 transformers = pytest.importorskip("transformers", reason="originals of transformers need the extra 'lm'")
@@ -21,7 +20,6 @@ from originals import (  # noqa: E402
     decoder,
     lively,
     tokens,
-    vision,
 )
 
 
@@ -40,14 +38,6 @@ def hybrid() -> nn.Module:
     """The cache of each layer holds the state of a Mamba, too."""
     sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
     return transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**GROUPED | sizes, head_dim=8))
-
-
-def test_fresh_mixers_come_back_by_load_replaced(tmp_path):
-    model = replace_attention(vision("ViT"), "linear", preserve=False, use_conv=False)
-    model.save_pretrained(tmp_path)
-    pixels = torch.randn(2, 3, 8, 8)
-    other = fem.models.load_replaced(tmp_path, dtype=torch.float64)
-    close(other(pixels.double()).logits.float(), model(pixels).logits, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +160,24 @@ def test_fresh_mixers_read_masks_of_any_low_number_and_refuse_what_they_cannot()
         model(tokens(1), attention_mask=torch.where(hole, -0.5, -1e9)[None, None])
 
 
-@pytest.mark.parametrize(
-    "build", [lambda: nn.MultiheadAttention(32, 4), lambda: nn.Sequential(Attention()), mobile_bert, chunked, hybrid]
-)
+def asks_its_cache_for_keys() -> nn.Module:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 59, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "cross_attention_layers": [1]}
+    return transformers.MllamaForCausalLM(transformers.MllamaTextConfig(**sizes, **heads))
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 59}
+    return transformers.T5EncoderModel(transformers.T5Config(**sizes))
+
+
+OTHERS = [lambda: nn.MultiheadAttention(32, 4), lambda: nn.Sequential(Attention())]
+
+
+@pytest.mark.parametrize("build", [*OTHERS, mobile_bert, chunked, hybrid, asks_its_cache_for_keys, t5])
 def test_what_calls_no_mixer_is_refused_by_name(build):
-    with pytest.raises(
-        ValueError, match=r"Attention is called in a way that a fresh mixer cannot take; pass preserve=True"
-    ):
+    words = r"Attention is called in a way that a fresh mixer cannot take; pass preserve=True"
+    with pytest.raises(ValueError, match=words):
         replace_attention(build(), "linear", preserve=False)
 
 
@@ -213,11 +214,3 @@ def test_static_cache_is_refused_by_fresh_mixers():
     model = replace_attention(decoder("llama"), "gla", preserve=False)
     with pytest.raises(ValueError, match="DynamicCache"):
         model.generate(tokens(), max_new_tokens=2, cache_implementation="static", disable_compile=True)
-
-
-def test_mixers_are_no_part_of_a_model_that_asks_its_cache_for_keys():
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 59, "pad_token_id": 0}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "cross_attention_layers": [1]}
-    model = transformers.MllamaForCausalLM(transformers.MllamaTextConfig(**sizes, **heads))
-    with pytest.raises(ValueError, match="MllamaTextSelfAttention is called in a way that a fresh mixer cannot take"):
-        replace_attention(model, "gla", preserve=False)

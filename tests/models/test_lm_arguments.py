@@ -18,10 +18,14 @@ CUTS = [(0, 5), (5, 6), (6, 12)]
 LENGTHS = torch.tensor([end - start for start, end in CUTS])
 IDS = torch.arange(len(CUTS)).repeat_interleave(LENGTHS)[None]
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+COLLATE = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
 SAID_AS = {
     "positions": {"position_ids": POSITIONS},
     "positions_beside_a_whole_mask": {"position_ids": POSITIONS, "attention_mask": torch.ones(1, 12, dtype=torch.long)},
+    "flattening_collator": COLLATE([{"input_ids": [0] * (end - start)} for start, end in CUTS]),
 }
+for of_labels in ("input_ids", "labels"):
+    SAID_AS["flattening_collator"].pop(of_labels)
 
 
 @pytest.fixture(params=["softmax", "gla"])
@@ -42,13 +46,6 @@ def test_documents_said_in_any_way_equal_separate_runs(model, name):
     empty = FEMCache(model.config.num_hidden_layers)
     torch.testing.assert_close(model(ids, labels=ids, past_key_values=empty, **SAID_AS[name]).loss, told.loss)
     assert not torch.allclose(told.logits, model(ids).logits, atol=1e-3)
-
-
-def test_batch_of_the_flattening_collator_equals_separate_runs(model):
-    ids = tokens(1, 12)
-    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
-    batch = collate([{"input_ids": ids[0, start:end].tolist()} for start, end in CUTS])
-    torch.testing.assert_close(model(**batch).logits, separate(model, ids), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("padded_positions", [0, 1])
@@ -79,13 +76,6 @@ def test_shifted_labels_are_not_shifted_again(model):
     torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, expected)
 
 
-def test_metrics_get_logits_in_training_by_asking(model):
-    ids = tokens(2, 9)
-    expected = model(ids).logits
-    assert model.train()(ids, labels=ids).logits is None
-    torch.testing.assert_close(model(ids, labels=ids, logits_to_keep=0).logits, expected)
-
-
 def test_names_that_say_nothing_are_set_aside(model):
     ids = tokens(2, 9)
     extra = {"cache_position": torch.arange(9), "token_type_ids": ids, "max_length_q": 9, "tokenizer": object()}
@@ -96,12 +86,6 @@ def test_names_that_say_nothing_are_set_aside(model):
 def test_unknown_names_are_refused_in_one_sentence(model, part):
     with pytest.raises(TypeError, match="takes no argument 'documents'; documents are segment_ids or position_ids"):
         (model if part == "head" else model.model)(tokens(1, 5), documents=tokens(1, 5))
-
-
-@pytest.mark.parametrize("name", ["seq_idx", "cu_seq_lens_q"])
-def test_documents_that_are_said_without_positions_are_refused(model, name):
-    with pytest.raises(TypeError, match=f"takes no argument '{name}'"):
-        model(tokens(1, 5), **{name: torch.zeros(1, 5)})
 
 
 def test_generation_stops_at_strings(model):

@@ -117,19 +117,15 @@ def test_left_padding_stays_masked_in_the_cache(model):
     close(step.logits[1], model(ids[1:, 4:]).logits[0, -3:])
 
 
-def test_generation_from_embeddings_equals_from_ids(softmax_model):
-    ids = tokens(2, 5)
-    embeddings = softmax_model.get_input_embeddings()(ids)
-    assert torch.equal(generate(softmax_model, None, inputs_embeds=embeddings), generate(softmax_model, ids)[:, 5:])
-
-
-@pytest.mark.parametrize("prompt, written", [(5, 3), (7, 1), (8, 1)])
-def test_generation_stops_at_the_longest_row_from_ids_and_from_embeddings(prompt, written):
+@pytest.mark.parametrize("prompt, written, options", [
+    (5, 3, {}), (5, 3, {"use_cache": False}), (5, 3, {"num_beams": 2}), (7, 1, {}), (8, 1, {}),
+])  # fmt: skip
+def test_generation_stops_at_the_longest_row_from_ids_and_from_embeddings(prompt, written, options):
     model, ids = lively(FEMForCausalLM(small_config(max_position_embeddings=8))), tokens(2, prompt)
-    from_ids = generate(model, ids)
+    from_ids = generate(model, ids, **options)
     assert from_ids.shape == (2, prompt + written)
     embeddings = model.get_input_embeddings()(ids)
-    assert torch.equal(generate(model, None, inputs_embeds=embeddings), from_ids[:, prompt:])
+    assert torch.equal(generate(model, None, inputs_embeds=embeddings, **options), from_ids[:, prompt:])
 
 
 def test_packed_documents_continue_across_calls(model):

@@ -6,10 +6,9 @@ import copy
 import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
+from functools import partial, wraps
 from itertools import cycle
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,8 +19,10 @@ from fem.models.surgery.head import FreeEnergyHead
 
 transformers = pytest.importorskip("transformers", reason="originals of transformers need the extra 'lm'")
 from layers import some_pairs  # noqa: E402
-from originals import DECODER, DECODERS, GROUPED, PADDED, Attention, bert, close, decoder, lively, tokens, vision  # noqa: E402
+from originals import DECODER, DECODERS, GROUPED, PADDED, TEXT, Attention, bert, close, decoder, lively, tokens, vision  # noqa: E402
 from small_models import VOCABULARY, awake, small_config  # noqa: E402
+
+PICTURE = {"image_size": 8, "patch_size": 4}
 
 
 def encoder(batch_first: bool = True) -> nn.TransformerEncoder:
@@ -33,31 +34,20 @@ def encoder(batch_first: bool = True) -> nn.TransformerEncoder:
 
 
 WAYS = [(None, "sdpa"), (PADDED, "eager"), (PADDED, "sdpa"), (None, "eager")]
+HOSTS = {name: partial(decoder, name) for name in DECODERS} | {"bert": bert}
+PICTURES = {name: partial(vision, name) for name in ("ViT", "DeiT")}
 
 
-@pytest.mark.parametrize("name, way", some_pairs(DECODERS, WAYS, 2))
-def test_replaced_decoder_computes_what_it_did(name, way):
-    causal_model, (mask, implementation) = decoder(name), way
-    causal_model.set_attn_implementation(implementation)
-    before = causal_model(tokens(), attention_mask=mask).logits
-    after = replace_attention(causal_model)(tokens(), attention_mask=mask).logits
-    kept = PADDED.bool() if mask is not None else slice(None)
+@pytest.mark.parametrize("name, way", [*some_pairs(HOSTS, WAYS, 2), *((name, WAYS[0]) for name in PICTURES)])
+def test_replaced_model_computes_what_it_did(name, way):
+    model, (mask, implementation) = (HOSTS | PICTURES)[name](), way
+    model.set_attn_implementation(implementation)
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    given = {"pixel_values": pixels} if name in PICTURES else {"input_ids": tokens(), "attention_mask": mask}
+    before, after = model(**given).logits, replace_attention(model)(**given).logits
+    kept = slice(None) if mask is None else PADDED.bool()
     assert not torch.equal(after, before)
     close(after[kept], before[kept])
-
-
-@pytest.mark.parametrize("mask", [None, PADDED], ids=["whole", "padded"])
-def test_replaced_bert_computes_what_it_did(mask):
-    model = bert()
-    before = model(tokens(), attention_mask=mask).logits
-    close(replace_attention(model)(tokens(), attention_mask=mask).logits, before)
-
-
-@pytest.mark.parametrize("family", ["ViT", "DeiT"])
-def test_replaced_vision_model_computes_what_it_did(family):
-    model, pixels = vision(family), torch.randn(2, 3, 8, 8)
-    before = model(pixels).logits
-    close(replace_attention(model)(pixels).logits, before)
 
 
 def test_replaced_decoder_keeps_packed_documents_apart():
@@ -109,24 +99,20 @@ def test_replaced_decoder_layer_keeps_its_cross_attention():
     assert isinstance(model.self_attn.free_energy, FreeEnergyHead)
 
 
+MASKS = {"causal": torch.ones(5, 5, dtype=torch.bool).triu(1), "of each head": torch.linspace(-2, 2, 200).view(8, 5, 5)}
+
+
 @pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("shape", [(2, 5, 32), (5, 32)])
+@pytest.mark.parametrize("shape, mask", [((2, 5, 32), "causal"), ((5, 32), "causal"), ((2, 5, 32), "of each head")])
 @pytest.mark.parametrize("bias", [True, False])
-def test_replaced_multihead_attention_returns_output_and_weights(shape, average, bias):
+def test_replaced_multihead_attention_returns_output_and_weights(shape, mask, average, bias):
     model = lively(nn.MultiheadAttention(32, 4, batch_first=True, bias=bias))
     x = torch.randn(shape)
-    options = {"average_attn_weights": average, "attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1)}
+    options = {"average_attn_weights": average, "attn_mask": MASKS[mask]}
     before = model(x, x, x, **options)
     after = replace_attention(model)(x, x, x, **options)
     close(after[0], before[0])
     close(after[1], before[1], 1e-6)
-
-
-def test_mask_per_head_reaches_its_head():
-    model = lively(nn.MultiheadAttention(32, 4, batch_first=True))
-    x, mask = torch.randn(2, 5, 32), torch.randn(8, 5, 5)
-    before = model(x, x, x, attn_mask=mask, need_weights=False)[0]
-    close(replace_attention(model)(x, x, x, attn_mask=mask, need_weights=False)[0], before)
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(5, 5, dtype=torch.bool).tril()], ids=["whole", "masked"])
@@ -254,27 +240,6 @@ def test_saved_model_loads_into_a_fresh_original(preserve, prior):
     torch.testing.assert_close(other(tokens()).logits, model(tokens()).logits)
 
 
-@pytest.mark.parametrize(
-    "calls", [[{}], [{"layers": [2], "beta_max_init": 0.5}, {"layers": [0], "use_outer_gate": False}]]
-)
-def test_save_pretrained_comes_back_by_load_replaced(tmp_path, calls):
-    model = decoder("llama")
-    for call in calls:
-        replace_attention(model, **call)
-    awake(model).save_pretrained(tmp_path)
-    other = fem.models.load_replaced(tmp_path)
-    assert type(other) is type(model)
-    torch.testing.assert_close(other(tokens()).logits, model(tokens()).logits)
-    other.save_pretrained(tmp_path / "again")
-    torch.testing.assert_close(fem.models.load_replaced(tmp_path / "again")(tokens()).logits, model(tokens()).logits)
-
-
-def test_load_replaced_wants_a_replaced_model(tmp_path):
-    decoder("gpt2").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="from_pretrained"):
-        fem.models.load_replaced(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_replaced_decoder_is_one_graph(name, as_users_run):
     model = awake(replace_attention(decoder(name)))
@@ -295,13 +260,6 @@ def test_threads_keep_their_features_apart():
                 close(each, one, 1e-5)
 
 
-def test_an_attention_that_never_reads_its_free_energy_says_so():
-    model = replace_attention(decoder("llama"))
-    model.model.layers[1].self_attn.config._attn_implementation = "eager"
-    with pytest.raises(ValueError, match="LlamaAttention does not call transformers' attention functions"):
-        model(tokens())
-
-
 def test_an_attention_that_hands_nothing_on_is_one_graph(as_users_run):
     config = transformers.SiglipVisionConfig(image_size=16, patch_size=4, **DECODER)
     model = awake(replace_attention(lively(transformers.SiglipVisionModel(config))))
@@ -315,11 +273,6 @@ def test_heads_need_not_divide_the_width_of_the_model():
     model = lively(transformers.Qwen3ForCausalLM(config))
     wanted = model(tokens()).logits
     close(replace_attention(model, lambda_init=-20.0)(tokens()).logits, wanted, 1e-4)
-
-
-def test_numbers_of_numpy_are_saved(tmp_path):
-    replace_attention(decoder("llama"), lambda_init=np.float32(-5)).save_pretrained(tmp_path)
-    assert fem.models.load_replaced(tmp_path).model.layers[0].self_attn.free_energy.gate.config.lambda_init == -5
 
 
 # --- refusals
@@ -359,13 +312,17 @@ def cross_attention_alone() -> nn.Module:
     return transformers.GPT2Model(config).h[0].crossattention
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_an_attention_that_would_compute_something_else_is_refused_and_stays(training):
-    model = decoder("llama").train(training)
-    attention = model.model.layers[1].self_attn
+def read_twofold(attention: nn.Module) -> None:
+    """Let it compute twice what its attention function reads, but not what another function reads."""
     read = attention.forward
     own = lambda: 2.0 if attention.config._attn_implementation == "sdpa" else 1.0  # noqa: E731
     attention.forward = wraps(read)(lambda *args, **kwargs: (own() * read(*args, **kwargs)[0], None))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_attention_that_would_compute_something_else_is_refused_and_stays(training):
+    model = decoder("llama").train(training)
+    read_twofold(model.model.layers[1].self_attn)
     before, parts, drawn = model(tokens()).logits, [*model.state_dict()], torch.get_rng_state()
     with pytest.raises(ValueError, match=r"model.layers.1.self_attn \(LlamaAttention\): .* differs by 5e-01"):
         replace_attention(model)
@@ -374,6 +331,33 @@ def test_an_attention_that_would_compute_something_else_is_refused_and_stays(tra
     assert torch.equal(torch.get_rng_state(), drawn)
     torch.testing.assert_close(model(tokens()).logits, before)
     replace_attention(model, layers=[0, 2])
+
+
+def clip() -> nn.Module:
+    """It runs on words and pictures together only, so its towers are run by themselves."""
+    text, vision = transformers.CLIPTextConfig(**TEXT, **DECODER), transformers.CLIPVisionConfig(**PICTURE, **DECODER)
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+
+
+def llava() -> nn.Module:
+    """Random tokens show it no picture."""
+    text, vision = transformers.LlamaConfig(**GROUPED), transformers.CLIPVisionConfig(**PICTURE, **DECODER)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=60)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def wav2vec2() -> nn.Module:
+    sizes = {"conv_dim": (32,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "vocab_size": 59}
+    return transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**DECODER, **sizes))
+
+
+@pytest.mark.parametrize("build", [clip, llava, wav2vec2])
+def test_attentions_that_random_tokens_do_not_reach_are_run_and_compared_too(build):
+    model = lively(build())
+    attentions = [m for m in model.modules() if type(m).__name__ in ("CLIPAttention", "Wav2Vec2Attention")]
+    read_twofold(attentions[-1])
+    with pytest.raises(ValueError, match=r"2\.\w+ \((CLIP|Wav2Vec2)Attention\): .* differs by 5e-01"):
+        replace_attention(model)
 
 
 def test_unknown_attention_beside_known_needs_layers():
@@ -385,20 +369,6 @@ def test_unknown_attention_beside_known_needs_layers():
         replace_attention(model)
     replace_attention(model, layers=[0])
     assert isinstance(model["plain"].layers[0].self_attn.free_energy, FreeEnergyHead)
-
-
-def test_cross_attention_is_refused_at_its_call():
-    model = replace_attention(nn.MultiheadAttention(32, 4, batch_first=True))
-    x, memory = torch.randn(1, 3, 32), torch.randn(1, 5, 32)
-    with pytest.raises(ValueError, match="one tensor"):
-        model(x, memory, memory)
-
-
-def test_mask_of_a_flash_kernel_is_refused():
-    attention = replace_attention(decoder("llama")).model.layers[0].self_attn
-    x, angle = torch.randn(2, 11, 32), torch.zeros(1, 11, 8)
-    with pytest.raises(ValueError, match="set_attn_implementation"):
-        attention(x, position_embeddings=(angle.cos(), angle.sin()), attention_mask=PADDED)
 
 
 @pytest.mark.parametrize("preserve, kernel, what, words", [
@@ -418,6 +388,32 @@ def test_what_a_kernel_reads_beside_its_mask_is_refused(preserve, kernel, what, 
     how = {"documents": documents, "lengths": lengths, "window": {}}[what]
     with pytest.raises(ValueError, match=words):
         model(tokens(1, 11), **how)
+
+
+def of_another_sequence():
+    x, memory = torch.randn(1, 3, 32), torch.randn(1, 5, 32)
+    replace_attention(nn.MultiheadAttention(32, 4, batch_first=True))(x, memory, memory)
+
+
+def with_a_mask_of_tokens():
+    attention, angle = replace_attention(decoder("llama")).model.layers[0].self_attn, torch.zeros(1, 11, 8)
+    attention(torch.randn(2, 11, 32), position_embeddings=(angle.cos(), angle.sin()), attention_mask=PADDED)
+
+
+def by_a_function_of_its_own():
+    model = replace_attention(decoder("llama"))
+    model.model.layers[1].self_attn.config._attn_implementation = "eager"
+    model(tokens())
+
+
+@pytest.mark.parametrize("call, words", [
+    (of_another_sequence, "one tensor"),
+    (with_a_mask_of_tokens, "set_attn_implementation"),
+    (by_a_function_of_its_own, "LlamaAttention does not call transformers' attention functions"),
+])  # fmt: skip
+def test_a_call_that_reads_no_free_energy_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
 
 
 def test_a_replaced_model_has_shapes_without_values():
@@ -441,6 +437,7 @@ def test_a_replaced_model_has_shapes_without_values():
         ({"layers": []}, "layers must be a list of indices"),
         ({"layers": [0, 0]}, "layers must be .* each once"),
         ({"preserve": "no"}, "preserve must be True or False, got 'no'"),
+        ({"lamda_init": 1.0}, "lamda_init.*did you mean 'lambda_init'"),
     ],
 )
 def test_what_would_not_preserve_is_refused_and_changes_nothing(as_users_run, fields, name):
@@ -449,11 +446,6 @@ def test_what_would_not_preserve_is_refused_and_changes_nothing(as_users_run, fi
         replace_attention(model, **fields)
     assert not any(isinstance(module, FreeEnergyHead) for module in model.modules())
     assert not hasattr(model.config, "free_energy_mixer")
-
-
-def test_unknown_field_is_a_type_error():
-    with pytest.raises(TypeError, match="lambda_init"):
-        replace_attention(decoder("gpt2"), lamda_init=1.0)
 
 
 @pytest.mark.parametrize("preserve", [True, False])

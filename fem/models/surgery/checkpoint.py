@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from functools import cache
 from pathlib import Path
 
@@ -11,13 +10,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from fem.models.opener import OpensWithFEM, offer
+from fem.models.opener import OpensWithFEM
 from fem.models.surgery.graft import apply
 
 RECORD = "free_energy_mixer"  # the field of a config that holds the calls made on its model
 PREFIX = "FEM"
 # The name of an attention that nobody registers: every class but ours ends with "Specified attn_implementation=...".
-REFUSAL = "this folder holds a replaced model: open it by an Auto class after `import fem.models`"
+REFUSED = "this folder holds a replaced model"  # as every version begins
+REFUSAL = f"{REFUSED}: open it by fem.models.load_replaced"
 
 
 class ReplacedConfig(OpensWithFEM, PreTrainedConfig):
@@ -31,7 +31,7 @@ class ReplacedConfig(OpensWithFEM, PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
-        original = config_dict["original_type"]
+        original = config_dict.get("original_type", config_dict["model_type"])  # the latter where a part was replaced
         if original not in CONFIG_MAPPING:
             raise ValueError(
                 f"the replaced model was of type {original!r}, unknown to transformers; import the package that "
@@ -41,82 +41,107 @@ class ReplacedConfig(OpensWithFEM, PreTrainedConfig):
 
 
 class KeepsCalls(OpensWithFEM):
-    """Mixed into the original's config class: the same config, saved as a `ReplacedConfig`."""
+    """Mixed into the original's config class: the same config, saved as a `ReplacedConfig`.
+
+    Its `architectures` begin with the Auto class, as programs look the first name up in transformers.
+    """
 
     original: type[PreTrainedConfig]
+    autos: dict[str, str]  # Auto class by class of the original
     auto_map = ReplacedConfig.auto_map
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
         of_the_file = ("model_type", "original_type", "auto_map")
         fields = {name: value for name, value in config_dict.items() if name not in of_the_file}
-        return super().from_dict(fields, **kwargs)
+        return super().from_dict(fields | {"architectures": cls._architectures(config_dict)}, **kwargs)
 
     def to_diff_dict(self) -> dict:
         saved = super().to_diff_dict()
-        names = [PREFIX + name.removeprefix(PREFIX) for name in saved.get("architectures") or ()]
-        extra = {"model_type": ReplacedConfig.model_type, "original_type": self.model_type, "architectures": names}
-        return saved | extra | {"attn_implementation": REFUSAL}
+        return saved | {
+            "model_type": ReplacedConfig.model_type,
+            "original_type": self.model_type,
+            "architectures": self._architectures(saved),
+            "attn_implementation": REFUSAL,
+        }
+
+    @classmethod
+    def _architectures(cls, saved: dict) -> list[str]:
+        names = original_names(saved)
+        return [*(cls.autos[name] for name in names if name in cls.autos), *names]
 
     def __reduce__(self) -> tuple:
         return _empty, (self.original,), self.__dict__  # pickle does not find a class that was made at run time
+
+
+def original_names(saved: dict) -> list[str]:
+    """The original's classes by a config.json, where earlier versions wrote them with a prefix."""
+    names = saved.get("architectures") or []
+    return [name.removeprefix(PREFIX) for name in names if not name.startswith("Auto")]
 
 
 def _empty(original: type[PreTrainedConfig]) -> PreTrainedConfig:
     return object.__new__(replaced_config(original))
 
 
+def _of_class(kind: type[PreTrainedConfig], config: PreTrainedConfig) -> PreTrainedConfig:
+    """Another config, of this class, with the same fields."""
+    other = object.__new__(kind)
+    vars(other).update(vars(config))
+    return other
+
+
 @cache
 def replaced_config(original: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """The original config's subclass that is saved as a `ReplacedConfig`; the Auto classes learn to build from it."""
-    config = type(PREFIX + original.__name__, (KeepsCalls, original), {"original": original, "__module__": __name__})
-    for auto in vars(modeling_auto).values():
+    members = {"original": original, "autos": {}, "__module__": __name__}
+    config = type(PREFIX + original.__name__, (KeepsCalls, original), members)
+    for name, auto in vars(modeling_auto).items():
         mapping = getattr(auto, "_model_mapping", None)
         if mapping is None or original not in mapping:
             continue
         known = mapping[original]
-        replaced = tuple(replaced_class(each) for each in (known if isinstance(known, tuple) else (known,)))
+        each = known if isinstance(known, tuple) else (known,)
+        replaced = tuple(map(replaced_class, each))
         mapping.register(config, replaced if isinstance(known, tuple) else replaced[0], exist_ok=True)
-        for each in replaced:
-            offer(each)
+        config.autos.update((architecture.__name__, name) for architecture in each)
     return config
 
 
 @cache
 def replaced_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class that builds the original and repeats the calls of its config; its instances are the original's."""
+    """A class whose call builds the original and repeats the calls of its config."""
 
-    def build(self, config, *args, **kwargs):
-        config = copy(config)
-        calls = config.__dict__.pop(RECORD)
-        if config._attn_implementation == REFUSAL:
-            config._attn_implementation = None
-        config.__class__ = config.original  # parts built through an Auto class are the original's
-        self.__class__ = architecture  # whose constructor may compare the config's class with its own
-        architecture.__init__(self, config, *args, **kwargs)
+    def build(cls, config, *args, **kwargs):
+        original = _of_class(config.original, config)  # parts built through an Auto class are then the original's
+        calls = vars(original).pop(RECORD)
+        if str(original._attn_implementation).startswith(REFUSED):
+            original._attn_implementation = None
+        model = architecture(original, *args, **kwargs)
         for call in calls:
-            apply(self, **call)
-            record(self, call)
+            apply(model, **call)
+            record(model, call)
+        return model
 
-    members = {"__init__": build, "__module__": __name__, "config_class": ReplacedConfig}
-    return type(PREFIX + architecture.__name__, (architecture,), members)
+    members = {"__new__": build, "__module__": __name__, "config_class": ReplacedConfig}
+    return type(architecture.__name__, (architecture,), members)
 
 
 def record(model: PreTrainedModel, call: dict) -> None:
     """Note a call of `replace_attention` in the model's config, and let that be saved as a `ReplacedConfig`.
 
-    A model with a head gets a copy of its config, which other models may have been built from. A model without one may
-    be a part: its config is the whole's, which will be saved.
+    The model gets a config of its own, as others may have been built from the one that it has. A model without a head
+    may be a part of one, whose config it shares: that notes the call too, and its folder opens by `load_replaced`.
     """
-    config = model.config
-    if getattr(model, "base_model", model) is not model:
-        shared, config = config, copy(config)
-        for module in model.modules():
-            if getattr(module, "config", None) is shared:
-                module.config = config
-    setattr(config, RECORD, [*getattr(config, RECORD, ()), call])
-    if not isinstance(config, KeepsCalls):
-        config.__class__ = replaced_config(type(config))
+    shared = model.config
+    kind = type(shared) if isinstance(shared, KeepsCalls) else replaced_config(type(shared))
+    config, calls = _of_class(kind, shared), [*getattr(shared, RECORD, ()), call]
+    setattr(config, RECORD, calls)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = config
+    if getattr(model, "base_model", model) is model and not isinstance(shared, KeepsCalls):
+        vars(shared).update({RECORD: calls, "attn_implementation": REFUSAL})
 
 
 def load_replaced(
@@ -136,9 +161,8 @@ def load_replaced(
     if architecture is not None:
         config = replaced_config(architecture.config_class).from_dict(saved)
         return replaced_class(architecture).from_pretrained(folder, config=config, **options)
-    ReplacedConfig.from_dict(saved)  # the classes of this model's type are then known
-    name = saved["architectures"][0]
+    ReplacedConfig.from_dict(saved)  # raises on a type that transformers does not know
+    (name,) = original_names(saved)
     if not hasattr(transformers, name):
-        name = name.removeprefix(PREFIX)
         raise ValueError(f"no Auto class knows {name!r}; pass the class: load_replaced(folder, architecture={name}).")
-    return getattr(transformers, name).from_pretrained(folder, **options)
+    return replaced_class(getattr(transformers, name)).from_pretrained(folder, **options)

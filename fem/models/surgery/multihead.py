@@ -36,10 +36,11 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
 
 
 def _graft(attention: nn.MultiheadAttention, head: FreeEnergyHead) -> nn.Module:
-    attention.__class__ = FreeEnergyMultiheadAttention
-    attention._qkv_same_embed_dim = False  # TransformerEncoderLayer then calls forward instead of its fused kernel
-    attention.free_energy = head
-    return attention
+    replaced = FreeEnergyMultiheadAttention.__new__(FreeEnergyMultiheadAttention)
+    replaced.__setstate__({**vars(attention), "_modules": {**attention._modules}})
+    replaced._qkv_same_embed_dim = False  # TransformerEncoderLayer then calls forward instead of its fused kernel
+    replaced.free_energy = head
+    return replaced
 
 
 class FreeEnergyMultiheadAttention(nn.MultiheadAttention):

@@ -6,6 +6,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Iterable
+from dataclasses import fields
 from functools import partial
 
 import torch
@@ -86,24 +87,22 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
         raise Refused(
             f"its projections ({', '.join(sorted({type(part).__name__ for part in maps}))}) are not linear maps"
         )
-    names = inspect.unwrap(type(module).forward).__code__.co_names
-    if not {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"} <= set(names):
+    if "ALL_ATTENTION_FUNCTIONS" not in inspect.unwrap(type(module).forward).__globals__:
         raise Refused("it does not call transformers' attention functions; use a model class that does")
     heads = _first(module, HEADS) or _first(module.config, ("num_attention_heads", *HEADS))
     width = _width(module, heads)
     if heads is None or width is None:
         raise Refused("neither it nor its config says how many heads it has, and how wide they are")
-    _check_sizes(module, projections, heads * width)
     first = next(part for name, part in module.named_children() if name in projections)
     groups = _first(module, ("num_key_value_groups",))
     kv_heads = heads // groups if groups else _first(module, KV_HEADS) or heads
     theta = _rope_theta(module)
     causal = _is_causal(module) or bool(getattr(module, "is_decoder", False))  # NLLB-MoE's decoder says the latter only
-    fields = {"n_embd": _in(first), "n_head": heads, "causal": causal, "dropout": _dropout(module)}
+    sizes = {"n_embd": _in(first), "n_head": heads, "causal": causal, "dropout": _dropout(module)}
     return Site(
         module,
         first.weight,
-        fields=fields | ({"use_rope": False} if theta is None else {"use_rope": True, "rope_theta": theta}),
+        fields=sizes | ({"use_rope": False} if theta is None else {"use_rope": True, "rope_theta": theta}),
         widths={"n_kv_head": kv_heads, "fem_dim": heads * width, "qk_dim": heads * width},
         graft=lambda head: _graft(module, head),
         compare=partial(_compare, MeanOf(kv_heads * width)),
@@ -125,30 +124,15 @@ def _takes_a_mixer(module: nn.Module, projections: set[str]) -> bool:
 
 
 def _window(module: nn.Module) -> int | None:
-    """The layer's own window, or the config's where the forward pass hands that on, as Mistral's does."""
-    if hasattr(module, "sliding_window"):
-        return module.sliding_window
-    code = inspect.unwrap(type(module).forward).__code__
-    reads = "sliding_window" in (*code.co_names, *code.co_consts)
-    return getattr(module.config, "sliding_window", None) if reads else None
+    """The layer's own window, or the config's where that is a field of its class, as Mistral's is."""
+    declared = "sliding_window" in {field.name for field in fields(module.config)}
+    return getattr(module, "sliding_window", module.config.sliding_window if declared else None)
 
 
 def _width(module: nn.Module, heads: int | None) -> int | None:
     """The width of a head: of its values, where queries are wider."""
     width = _first(module, ("embed_dim", "all_head_size", "inner_dim"))
     return _first(module, HEAD_WIDTHS) or (width // heads if width and heads else None)
-
-
-def _check_sizes(module: nn.Module, projections: set[str], width: int) -> None:
-    """Raises Refused unless queries and reads have the width of all heads."""
-    made = {"q_proj", "query", "q_lin", "q"} & projections
-    queries = _out(getattr(module, *made)) if made else width
-    if queries == 2 * width:  # half of them are gates of the read
-        queries = width
-    output = next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
-    read = width if output is None else _in(output)
-    if not width == queries == read:
-        raise Refused(f"its queries are {queries} and its reads {read} wide, which is not heads times head width")
 
 
 def _graft(attention: nn.Module, head: FreeEnergyHead) -> nn.Module:
@@ -220,10 +204,6 @@ def _first(thing: object, names: Iterable[str]) -> int | None:
 def _in(projection: nn.Module) -> int:
     """Its input width; GPT-2's Conv1D has no in_features."""
     return projection.in_features if hasattr(projection, "in_features") else projection.weight.shape[0]
-
-
-def _out(projection: nn.Module) -> int:
-    return projection.out_features if isinstance(projection, nn.Linear) else projection.weight.shape[1]
 
 
 def _is_causal(attention: nn.Module) -> bool:

@@ -18,7 +18,8 @@ def replace_attention(
     layers: Iterable[int] | None = None,
     **config,
 ) -> nn.Module:
-    """Turn the self-attention of `model` into Free Energy Mixers, in place, and return the model.
+    """Turn the self-attention of `model` into Free Energy Mixers, in place, and return the model; of a lone attention,
+    the module that takes its place.
 
         attention: o_t = W_O mean_t         FEM: o_t = W_O (g_t * ((1 - lambda_t) mean_t + lambda_t F_t))     (Eq. 11)
 
@@ -26,9 +27,10 @@ def replace_attention(
     They start at lambda = 5e-5 (lambda_init = -10) and g = 1, so the model computes what it did, and fine-tuning turns
     it into FEM. The original's masks, rotary embeddings, caches and `generate` stay at work; dropout of the attention's
     weights falls on the mixed output instead. It needs prior_type="softmax", the prior that was there.
-    This is checked first: a transformers model on token ids or pictures runs once on 8 random tokens or one random
-    picture, which costs that forward with each attention computed twice, and an attention that would compute something
-    else is refused by name. Nothing is checked on the meta device, with flash or flex attention, or for other inputs.
+    This is checked first: a transformers model runs once on 8 random tokens, a random picture or a random sound, and so
+    do the models inside it whose attention it did not reach, which costs these forwards with each attention computed
+    twice; an attention that would compute something else is refused by name. Nothing is checked on the meta device,
+    with flash or flex attention, or for other inputs, and transformers' log says how many attentions that are.
     preserve=False puts a fresh FreeEnergyMixer of any prior in place, with 4 D^2 linear weights
     (FreeEnergyMixerConfig.matched), causal where the original is, rotated at its rope_theta without its scaling. Give
     causal=True where only the calls are causal (CLIP's text); a call that says otherwise than the mixer is refused.
@@ -41,8 +43,9 @@ def replace_attention(
     Make the optimizer afterwards, or it lacks the new parameters. Those of lambda and beta have tiny gradients at first
     and need some 30 times the original's rate (FreeEnergyHead.temperature_parameters). A transformers model, and each
     inside a model of another kind, notes the call in its config: save it with save_pretrained, load it with an Auto
-    class or `fem.models.load_replaced`; its original class refuses such a folder. Any other model, and a part of one:
-    build, replace, load_state_dict.
+    class or `fem.models.load_replaced`; its original class refuses such a folder. Where only the body of a model was
+    replaced, load_replaced opens what the whole saves. Any other model, and a part of one: build, replace,
+    load_state_dict.
 
     Raises ValueError on attention that cannot be replaced, by name, on a model with adapters, on layers out of range or
     replaced before, and on fields that the original decides; TypeError on unknown fields.
