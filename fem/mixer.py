@@ -87,16 +87,22 @@ class FreeEnergyMixer(FreeEnergyLayer):
         return call.close(self.projected(o), memory, hidden)
 
     def read_by(
-        self, x: Float[Tensor, "b t d"], position: Tensor, attention: Callable[..., Read]
-    ) -> Float[Tensor, "b t d"]:
+        self,
+        x: Float[Tensor, "b t d"],
+        position: Tensor,
+        attention: Callable[..., Read],
+        tokens: Tokens = PLAIN,
+        hidden: Float[Tensor, "b c"] | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "b c"] | None]:
         """A softmax layer whose read is attention(q, k, v, beta, free_values), which keeps a cache of its own.
 
-        position: (B, T), where the tokens stand in their document.
+        position: (B, T), where the tokens stand in their document. tokens and hidden are the conditioner's: what it
+        skips, and its state before; the state after is returned.
         """
-        f, _ = self.features(x, PLAIN, None)
+        f, hidden = self.features(x, tokens, hidden)
         q, k = self.prior.queries_and_keys(f, position)
         o, _ = self.mixed(f, self.modulated(x, f), lambda *values: (attention(q, k, *values), None))
-        return self.projected(o)
+        return self.projected(o), hidden
 
     def features(
         self, x: Float[Tensor, "b t d"], tokens: Tokens, hidden: Float[Tensor, "b c"] | None

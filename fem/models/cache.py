@@ -13,6 +13,8 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
     StaticLayer,
 )
 
@@ -174,6 +176,29 @@ def memory_of(cache: Cache, layer: int, fixed: bool = False) -> MixerMemory | No
         return None
     layers[layer] = MixerMemory() if dynamic else FixedMemory()
     return layers[layer]
+
+
+def place_beside_keys(cache: Cache, layer: int) -> Float[Tensor, "b c"] | None:
+    """The conditioner's state that a layer of an engine's cache holds; None before the first call.
+
+    An empty layer is exchanged for transformers' own that keeps a state beside keys and values, in which
+    `cache.update_recurrent_state` then writes. Raises ValueError on another kind of cache.
+    """
+    layers = cache.layers
+    if layer == len(layers):
+        layers.append(LinearAttentionAndFullAttentionLayer())
+    held = layers[layer]
+    if not held.is_initialized and type(held) is DynamicLayer:
+        layers[layer] = LinearAttentionAndFullAttentionLayer()
+    elif not held.is_initialized and type(held) is StaticLayer:
+        layers[layer] = LinearAttentionAndStaticFullAttentionLayer(held.max_cache_len)
+    held = layers[layer]
+    if not isinstance(held, (LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer)):
+        raise ValueError(
+            "past_key_values must be an empty DynamicCache or StaticCache, or one that this model has filled, as the "
+            f"conditioner keeps a state beside the keys, got {type(held).__name__} in layer {layer}."
+        )
+    return held.recurrent_states[0]
 
 
 class FEMCache(DynamicCache):

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from fem.checks import finite_number, positive_int, unknown_field
 from fem.config import FreeEnergyMixerConfig, build_config
 from fem.models.engines.parallel import tensor_plan
-from fem.models.engines.support import attends, head_width, layer_type, obstacle
+from fem.models.engines.support import attends, head_width, layer_type, obstacle_to_pages
 from fem.models.opener import OpensWithFEM
 from fem.models.peft import teach_peft
 from fem.models.rope import NAMES, check_turns, override, read_rope, scaled
@@ -173,7 +173,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str] | None:
-        return None if obstacle(self) else [layer_type(mixer) for mixer in self.mixer_configs()]
+        return None if obstacle_to_pages(self) else [layer_type(mixer) for mixer in self.mixer_configs()]
 
     @property
     def layers_block_type(self) -> list[str]:

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.masking_utils import create_masks_for_generate
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.processing_utils import Unpack
@@ -27,12 +27,13 @@ from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.mlp import SwiGLU
 from fem.models.arguments import SAID_BY_POSITIONS, check_names, is_of_tokens, mask_of_new_tokens, read_documents
-from fem.models.cache import FEMCache, memory_of
+from fem.models.cache import FEMCache, memory_of, place_beside_keys
 from fem.models.configuration import FEMConfig
 from fem.models.engines.attention import EXACT, attend
-from fem.models.engines.inputs import WRITTEN, documents_of, masks_of, positions_of, tokens_of
-from fem.models.engines.support import attends, keeps_tokens, layer_type, obstacle
+from fem.models.engines.inputs import KEPT, WRITTEN, documents_of, masks_of, positions_of, tokens_of, tokens_read_by
+from fem.models.engines.support import attends, keeps_tokens, layer_type, obstacle, obstacle_to_pages
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
+from fem.ops.common.tokens import PLAIN, Tokens
 
 logger = logging.get_logger(__name__)
 
@@ -64,12 +65,18 @@ class FEMBlock(GradientCheckpointingLayer):
         segment_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         position_ids: Tensor | None = None,
+        tokens: Tokens = PLAIN,
         **keywords,
     ) -> Float[Tensor, "b t d"]:
         y = self.mixer_norm(x)
         if self.attends and position_ids is not None:
             keywords |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
-            y = self.mixer.read_by(y, position_ids, functools.partial(attend, self, **keywords))
+            kept = past_key_values is not None and self.mixer.conditioner is not None
+            hidden = place_beside_keys(past_key_values, self.layer_idx) if kept else None
+            attention = functools.partial(attend, self, **keywords)
+            y, hidden = self.mixer.read_by(y, position_ids, attention, tokens, hidden)
+            if kept:
+                past_key_values.update_recurrent_state(hidden, self.layer_idx)
         elif past_key_values is None:
             y = self.mixer(y, attention_mask, segment_ids)
         else:
@@ -111,6 +118,8 @@ class FEMPreTrainedModel(PreTrainedModel):
         if requested_attention in (None, EXACT):
             return EXACT
         reason = self._no_engine(self.config)
+        if requested_attention == "vllm":
+            reason = reason or obstacle_to_pages(self.config)
         if reason is not None:
             raise ValueError(f"attn_implementation={requested_attention!r} cannot serve this model: {reason}")
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
@@ -156,6 +165,7 @@ class FEMModel(FEMPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(FEMBlock(config, mixer, i) for i, mixer in enumerate(config.mixer_configs()))
         self.kinds = {block.kind for block in self.layers}
+        self.conditioned = any(block.mixer.conditioner is not None for block in self.layers)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -200,10 +210,11 @@ class FEMModel(FEMPreTrainedModel):
         if name == EXACT:
             told = {"attention_mask": mask_of_new_tokens(attention_mask, past, x), "segment_ids": documents}
         else:
+            tokens = tokens_read_by(self.conditioned, x, attention_mask, documents, past)
             attention_mask = attention_mask if documents is None else None
             position_ids = positions_of(x, attention_mask, position_ids, segment_ids, past)
             masks = masks_of(config, self.kinds, x, attention_mask, position_ids, past_key_values)
-            told = {"attention_mask": masks, "position_ids": position_ids, **kwargs}
+            told = {"attention_mask": masks, "position_ids": position_ids, "tokens": tokens, **kwargs}
 
         record = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden_states = () if record else None
@@ -267,17 +278,34 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
                 + ('call model.set_attn_implementation("sdpa") first, or ' if served else "")
                 + "leave it out for a cache that can."
             )
+        drafts = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
+        if drafts and not exact and self.model.conditioned:
+            raise ValueError(
+                "assisted decoding takes tokens back, and an engine's cache cannot do so with the conditioner's state; "
+                'call model.set_attn_implementation("exact") first.'
+            )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
         if exact and dynamic and not given and model_kwargs.get("past_key_values") is not None:
             cache = model_kwargs["past_key_values"] = FEMCache(self.config.num_hidden_layers)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
-    def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **options):
-        """What a compiled step reads as its mask: in the exact form that of the new tokens, (B, T)."""
-        if config._attn_implementation != EXACT:
-            return create_masks_for_generate(config, inputs_embeds, attention_mask, **options)
-        return attention_mask if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+    def init_continuous_batching(self, *args, **kwargs):
+        """transformers' manager of pages. Raises ValueError on a model with states, which pages do not hold."""
+        reason = obstacle_to_pages(self.config)
+        if reason is not None:
+            raise ValueError(f"continuous batching cannot serve this model: {reason}")
+        return super().init_continuous_batching(*args, **kwargs)
+
+    def create_masks_for_generate(
+        self, config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **options
+    ):
+        """What a compiled step reads as its mask: that of the new tokens, and an engine's of pairs."""
+        kept = attention_mask if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        if config._attn_implementation == EXACT:
+            return kept
+        masks = masks_of(config, self.model.kinds, inputs_embeds, attention_mask, position_ids, past_key_values)
+        return masks | {KEPT: kept}
 
     def _prepare_generated_length(
         self, generation_config, *, model_input_name, input_ids_length, inputs_tensor, **defaults

@@ -178,10 +178,12 @@ def test_matrix_products_have_widths_that_tensor_cores_like(width, heads, fields
     *[(prior, "exact", "dynamic") for prior in PRIORS],
     ("softmax", "sdpa", "dynamic"),
     ("softmax", "sdpa", "static"),
+    ("softmax", "sdpa with the conditioner", "static"),
     *[(prior, "exact", "static") for prior in PRIORS if prior != "softmax"],
 ])  # fmt: skip
 def test_a_model_generates(prior, form, cache):
     mixer = {"use_conv": False} if form == "sdpa" else {}
+    form = form.split()[0]
     sizes = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = FEMConfig(**sizes, intermediate_size=128, prior_type=prior, mixer=mixer)
     model = FEMForCausalLM(config).cuda().bfloat16().eval()

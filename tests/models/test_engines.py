@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
 from own_priors import register
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from fem.models import FEMCache, FEMConfig, FEMForCausalLM
 from fem.ops.softmax.cached import REACH
@@ -29,6 +30,8 @@ FAMILIES = {
     "capped": {"mixer": {"value_logexp_cap": 2.0}},
     "no_rope": {"mixer": {"use_rope": False}},
     "free_energy_alone": {"mixer": {"use_temperature": False, "use_lse": True}},
+    "conditioner": {"mixer": {"use_conv": True}},
+    "gate_and_conditioner": {"mixer": {"use_conv": True, "use_temperature": False, "use_lse": False, "gate_rank": 4}},
     "plain_attention": {"mixer": {"use_temperature": False, "use_lse": False, "use_outer_gate": False}},
 }
 
@@ -157,7 +160,7 @@ def test_split_values_keep_the_head_and_the_cache_of_attention(width, heads):
 @pytest.mark.parametrize(
     "fields, reason",
     [
-        ({"mixer": {"use_conv": True}}, "layer 0 has the conditioner"),
+        ({"mixer": {"use_conv": True, "window": 5}}, "layer 0 has a window and the conditioner"),
         ({"layer_priors": ["softmax", "gla"]}, "layer 1 has the 'gla' prior"),
         ({"layer_priors": [{"prior_type": "softmax", "window": 3 + i} for i in range(2)]}, "windows of 3 and 4"),
         ({"layer_priors": ["softmax", {"prior_type": "softmax", "n_kv_head": 1}]}, "numbers of key heads"),
@@ -170,6 +173,24 @@ def test_what_no_engine_serves_says_why_and_stays_exact(fields, reason):
     with pytest.raises(ValueError, match=f"cannot serve this model: .*{reason}"):
         model.set_attn_implementation("sdpa")
     assert model(tokens(1, 3)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: m.set_attn_implementation("vllm"),
+        lambda m: m.generate_batch([[5, 3]], GenerationConfig(max_new_tokens=2)),
+        lambda m: m.generate(tokens(1, 4), prompt_lookup_num_tokens=2, max_new_tokens=2, pad_token_id=0),
+        lambda m: m(tokens(1, 4), attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()),
+        lambda m: m(tokens(1, 4), past_key_values=Cache(layers=[DynamicSlidingWindowLayer(4)])),
+    ],
+    ids=["vLLM", "continuous batching", "assisted decoding", "mask of pairs", "cache"],
+)
+def test_what_cannot_hold_the_conditioners_state_is_refused(call):
+    model = small_model(mixer={"use_conv": True})
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="conditioner"):
+        call(model)
 
 
 @pytest.mark.parametrize("engine", ["sdpa", "eager"])

@@ -194,13 +194,26 @@ def test_a_prompt_read_in_chunks_writes_the_same_text(family, chunk):
     assert torch.equal(generate(model, ids, attention_mask=mask, prefill_chunk_size=chunk), whole)
 
 
-@pytest.mark.parametrize("cache, share", [("static", None), ("static", 0.5), ("dynamic", 0.5), ("prompt lookup", None)])
-def test_an_engine_generates_over_the_caches_of_transformers(cache, share):
-    model = small_model(mixer={"use_conv": False, "free_share": share})
+SERVED = {"full": {"use_conv": False}, "split": {"use_conv": False, "free_share": 0.5}, "conditioner": {}}
+
+
+@pytest.mark.parametrize("mode", CACHED_MODES)
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("name", SERVED)
+def test_an_engine_generates_over_the_caches_of_transformers(name, cache, mode):
+    model, ids, mask = small_model(mixer=SERVED[name]), tokens(2, 7), torch.ones(2, 7, dtype=torch.long)
+    mask[1, :3] = 0
+    how = {"attention_mask": mask, **CACHED_MODES[mode]}
+    expected = generate(model, ids, **how)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(generate(model, ids, cache_implementation=cache, **how), expected)
+
+
+def test_an_engine_generates_by_prompt_lookup():
+    model = small_model(mixer={"use_conv": False})
     expected = generate(model, tokens(1, 6))
     model.set_attn_implementation("sdpa")
-    options = {"prompt_lookup_num_tokens": 2} if cache == "prompt lookup" else {"cache_implementation": cache}
-    assert torch.equal(generate(model, tokens(1, 6), **options), expected)
+    assert torch.equal(generate(model, tokens(1, 6), prompt_lookup_num_tokens=2), expected)
 
 
 @pytest.fixture(params=[prior for prior in PRIORS if prior != "softmax"])
@@ -243,9 +256,11 @@ from fem import PRIORS
 from fem.models import FEMForCausalLM
 from small_models import lively, small_config, tokens
 
-for prior in [name for name in PRIORS if name != "softmax"]:
+for prior in PRIORS:
     torch._dynamo.reset()
     model = lively(FEMForCausalLM(small_config(prior_type=prior)))
+    if prior == "softmax":
+        model.set_attn_implementation("sdpa")
     compiled = CompileConfig(backend="eager", mode=None, fullgraph=True)
     compiled._compile_all_devices = True
     for length in (9, 7):

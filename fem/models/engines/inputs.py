@@ -8,11 +8,12 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from fem.models.arguments import is_of_tokens, read_documents
+from fem.models.arguments import is_of_tokens, mask_of_new_tokens, read_documents
 from fem.models.engines.attention import EXACT
 from fem.models.engines.support import FULL, SLIDING
-from fem.ops.common.tokens import read_tokens
+from fem.ops.common.tokens import PLAIN, Tokens, read_tokens
 
+KEPT = "kept"  # among the masks of a compiled step: which new tokens the conditioner reads
 WRITTEN = "written_by_fem"  # on a cache: it holds states, or values [v | e], not those of another model
 
 
@@ -81,6 +82,26 @@ def positions_of(
     if is_of_tokens(attention_mask):
         return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
     return torch.arange(past, past + x.shape[1], device=x.device)[None].expand(len(x), -1)
+
+
+def tokens_read_by(
+    conditioned: bool, x: Tensor, attention_mask: Tensor | dict | None, documents: Tensor | None, past: int | Tensor
+) -> Tokens:
+    """The new tokens as a conditioner reads them: which it skips, and where it forgets.
+
+    Raises ValueError on a mask of pairs, which does not say what it skips.
+    """
+    if isinstance(attention_mask, dict) and KEPT in attention_mask:
+        attention_mask = attention_mask[KEPT]
+    if not conditioned or (attention_mask is None and documents is None):
+        return PLAIN
+    if attention_mask is not None and not is_of_tokens(attention_mask):
+        raise ValueError(
+            "attention_mask must be of tokens, (batch, cached + new tokens), as the conditioner (use_conv=True) skips "
+            "those that are masked, got one of pairs."
+        )
+    keep = mask_of_new_tokens(attention_mask, past, x)
+    return read_tokens(tuple(x.shape[:2]), x.device, keep, documents)[0]
 
 
 def masks_of(

@@ -12,7 +12,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def obstacle(config: PreTrainedConfig) -> str | None:
-    """Why no engine's attention can serve such a model, in one sentence; None: it can."""
+    """Why no attention of transformers can read such a model, in one sentence; None: it can."""
     mixers = config.mixer_configs()
     for layer, mixer in enumerate(mixers):
         reason = _obstacle(mixer)
@@ -32,9 +32,20 @@ def obstacle(config: PreTrainedConfig) -> str | None:
 def _obstacle(mixer: FreeEnergyMixerConfig) -> str | None:
     if not attends(mixer):
         return f"has the {mixer.prior_type!r} prior, which is not an attention over keys and values"
-    if mixer.use_conv:
-        return "has the conditioner (use_conv=True), a recurrence, and an attention's cache holds no state"
+    if mixer.use_conv and mixer.window is not None:
+        return "has a window and the conditioner, and a cache that forgets tokens has no place for its state"
     return None
+
+
+def obstacle_to_pages(config: PreTrainedConfig) -> str | None:
+    """Why no engine that keeps pages of keys and values, and nothing else, can serve such a model; None: one can."""
+    for layer, mixer in enumerate(config.mixer_configs()):
+        if mixer.use_conv:
+            return (
+                f"layer {layer} has the conditioner (use_conv=True), whose state an engine's pages do not hold; "
+                'generate() keeps it, with attn_implementation="sdpa" or in the exact form.'
+            )
+    return obstacle(config)
 
 
 def obstacle_to_states(config: PreTrainedConfig) -> str | None:

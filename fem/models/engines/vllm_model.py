@@ -10,13 +10,13 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from fem.gates import Temperature
 from fem.models.engines.parallel import check_heads
-from fem.models.engines.support import obstacle, obstacle_to_states
+from fem.models.engines.support import obstacle_to_pages, obstacle_to_states
 
 
 class FEMForCausalLM(TransformersForCausalLM):
     def __init__(self, *, vllm_config, prefix: str = ""):
         config = vllm_config.model_config.hf_config
-        reason = obstacle(config)
+        reason = obstacle_to_pages(config)
         if reason is not None and obstacle_to_states(config) is None:
             raise ValueError(
                 f"{reason.partition(';')[0]}; serve this model with "

@@ -309,7 +309,7 @@ def served(
         block = FEMBlock(config, layer.config, 0).to(prompt.device)
 
         def read(x: Tensor, at: Tensor, mask: Tensor | None) -> Tensor:
-            return layer.read_by(x, at, partial(attend, block, attention_mask=mask, past_key_values=cache))
+            return layer.read_by(x, at, partial(attend, block, attention_mask=mask, past_key_values=cache))[0]
 
     read(prompt, position[:time], None)
     graph = torch.compile(lambda x, at: read(x, at, (at >= position)[None, None, None]), fullgraph=True)
