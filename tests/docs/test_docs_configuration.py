@@ -9,7 +9,7 @@ import torch
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.models import FEMConfig
-from fem.models.engines.support import obstacle, obstacle_to_states
+from fem.models.engines.support import obstacle_to_pages, obstacle_to_states
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
 WRITTEN = dict(re.findall(r"^\| ([\w -]+) \| `(\.\w+\(512, 8.*?\))` \|", PAGE, re.MULTILINE))
@@ -45,4 +45,4 @@ def engines(mixer: FreeEnergyMixerConfig) -> str:
     config = FEMConfig(hidden_size=512, num_attention_heads=8, num_hidden_layers=1, mixer=given)
     assert config.mixer_configs() == [mixer]
     assert obstacle_to_states(config) is None or not mixer.use_conv
-    return f"{'all' if obstacle(config) is None else 'vLLM'}, {config.head_dim}"
+    return f"{'all' if obstacle_to_pages(config) is None else 'vLLM'}, {config.head_dim}"
