@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
@@ -100,6 +102,21 @@ def test_replaced_decoder_layer_keeps_its_cross_attention():
 
 
 MASKS = {"causal": torch.ones(5, 5, dtype=torch.bool).triu(1), "of each head": torch.linspace(-2, 2, 200).view(8, 5, 5)}
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None
+import torch, fem
+attention, x = fem.replace_attention(torch.nn.MultiheadAttention(32, 4)), torch.randn(5, 2, 32)
+print(type(attention).__name__, *attention(x, x, x)[0].shape)
+"""
+
+
+@pytest.mark.slow
+def test_multihead_attention_is_replaced_where_transformers_is_not_installed():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRANSFORMERS], capture_output=True, text=True)
+    assert done.stdout.split() == ["FreeEnergyMultiheadAttention", "5", "2", "32"], done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("average", [True, False])

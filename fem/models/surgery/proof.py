@@ -8,10 +8,10 @@ from logging import INFO, WARNING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-TOKENS, SAMPLES = 8, 4000
+TOKENS, STEPS, SAMPLES = 8, 64, 4000
 logger = logging.get_logger(__name__)
 
 
@@ -40,11 +40,12 @@ def disagreements(model: nn.Module, compare: dict[str, Callable]) -> list[str]:
         model.eval()
         for name, part in modules.items():
             inside = f"{name}." if name else ""
-            if not any(path.startswith(inside) for path in waiting) or not (inputs := _example(part)):
+            if not isinstance(part, PreTrainedModel) or not any(path.startswith(inside) for path in waiting):
                 continue
             try:
-                with torch.no_grad():
-                    part(**inputs)
+                if inputs := _example(part):
+                    with torch.no_grad():
+                        part(**inputs)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -60,11 +61,11 @@ def disagreements(model: nn.Module, compare: dict[str, Callable]) -> list[str]:
     return list(reasons.values())
 
 
-def _example(model: nn.Module) -> dict[str, Tensor | bool] | None:
+def _example(model: PreTrainedModel) -> dict[str, Tensor | bool] | None:
     """Random tokens, a picture or a sound for a model of transformers; None where it cannot run on them."""
-    config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
-    kernel = getattr(config, "_attn_implementation", None)
-    if kernel not in ("sdpa", "eager") or any(parameter.is_meta for parameter in model.parameters()):
+    config, name = model.config, model.main_input_name
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if config._attn_implementation not in ("sdpa", "eager") or on_meta:
         return None
     takes, draw, inputs = inspect.signature(model.forward).parameters, torch.Generator().manual_seed(0), {}
     if words := getattr(config.get_text_config(), "vocab_size", None):
@@ -80,12 +81,11 @@ def _example(model: nn.Module) -> dict[str, Tensor | bool] | None:
 def _shape(config: PreTrainedConfig, name: str) -> tuple[int, ...] | None:
     """The shape of one picture, of its frequencies over time or of a sound, where the config says it."""
     size = lambda field: getattr(config, field, None)  # noqa: E731
-    if name == "pixel_values":
-        shape = (1, size("num_channels") or 3, size("image_size"), size("image_size"))
-    elif name == "input_features":  # a spectrogram, of which two steps make a token
-        shape = (1, size("num_mel_bins"), 2 * (size("max_source_positions") or 0))
-    elif name == "input_values":
-        shape = (1, SAMPLES)
-    else:
-        return None
-    return shape if all(isinstance(length, int) and length for length in shape) else None
+    side, steps = size("image_size"), size("max_source_positions")
+    shapes = {
+        "pixel_values": (1, size("num_channels") or 3, *(side if isinstance(side, (list, tuple)) else (side, side))),
+        "input_features": (1, size("num_mel_bins"), 2 * steps) if steps else (1, STEPS, size("num_mel_bins")),
+        "input_values": (1, SAMPLES),
+    }
+    shape = shapes.get(name, (None,))
+    return shape if all(isinstance(length, int) for length in shape) else None
