@@ -45,8 +45,9 @@ class OpensWithFEM:
 
 
 def offer(model_class: type) -> None:
-    """Make a class an attribute of transformers, where trl and `transformers serve` look up what a config names.
+    """Make a class an attribute of transformers, where trl 1.16 and `transformers serve` 5.23 find it by its name.
 
+    The config of a replaced model names an Auto class to them; ours cannot, as vLLM finds its own class by that name.
     It is set on the type of that module, as its __init__ may run twice, and programs then hold two module objects.
     """
     setattr(type(transformers), model_class.__name__, model_class)

@@ -82,10 +82,10 @@ def test_names_that_say_nothing_are_set_aside(model):
     torch.testing.assert_close(model(ids, **extra).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("part", ["head", "body"])
-def test_unknown_names_are_refused_in_one_sentence(model, part):
-    with pytest.raises(TypeError, match="takes no argument 'documents'; documents are segment_ids or position_ids"):
-        (model if part == "head" else model.model)(tokens(1, 5), documents=tokens(1, 5))
+@pytest.mark.parametrize("part, name", [("head", "documents"), ("body", "documents"), ("head", "is_causal")])
+def test_names_that_would_be_dropped_are_refused_in_one_sentence(model, part, name):
+    with pytest.raises(TypeError, match=f"takes no argument '{name}'; documents are segment_ids or position_ids"):
+        (model if part == "head" else model.model)(tokens(1, 5), **{name: False})
 
 
 def test_generation_stops_at_strings(model):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
@@ -100,6 +102,21 @@ def test_replaced_decoder_layer_keeps_its_cross_attention():
 
 
 MASKS = {"causal": torch.ones(5, 5, dtype=torch.bool).triu(1), "of each head": torch.linspace(-2, 2, 200).view(8, 5, 5)}
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None
+import torch, fem
+attention, x = fem.replace_attention(torch.nn.MultiheadAttention(32, 4)), torch.randn(5, 2, 32)
+print(type(attention).__name__, *attention(x, x, x)[0].shape)
+"""
+
+
+@pytest.mark.slow
+def test_multihead_attention_is_replaced_where_transformers_is_not_installed():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRANSFORMERS], capture_output=True, text=True)
+    assert done.stdout.split() == ["FreeEnergyMultiheadAttention", "5", "2", "32"], done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -316,7 +333,8 @@ def read_twofold(attention: nn.Module) -> None:
     """Let it compute twice what its attention function reads, but not what another function reads."""
     read = attention.forward
     own = lambda: 2.0 if attention.config._attn_implementation == "sdpa" else 1.0  # noqa: E731
-    attention.forward = wraps(read)(lambda *args, **kwargs: (own() * read(*args, **kwargs)[0], None))
+    twofold = lambda y: (own() * y[0], None) if isinstance(y, tuple) else own() * y  # noqa: E731
+    attention.forward = wraps(read)(lambda *args, **kwargs: twofold(read(*args, **kwargs)))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -351,12 +369,18 @@ def wav2vec2() -> nn.Module:
     return transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**DECODER, **sizes))
 
 
-@pytest.mark.parametrize("build", [clip, llava, wav2vec2])
+def qwen2_vl_vision() -> nn.Module:
+    sizes = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 1, "patch_size": 4}
+    config = transformers.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(**sizes)
+    return transformers.models.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel(config)
+
+
+@pytest.mark.parametrize("build", [clip, llava, wav2vec2, qwen2_vl_vision])
 def test_attentions_that_random_tokens_do_not_reach_are_run_and_compared_too(build):
     model = lively(build())
-    attentions = [m for m in model.modules() if type(m).__name__ in ("CLIPAttention", "Wav2Vec2Attention")]
-    read_twofold(attentions[-1])
-    with pytest.raises(ValueError, match=r"2\.\w+ \((CLIP|Wav2Vec2)Attention\): .* differs by 5e-01"):
+    read = [m for m in model.modules() if type(m).__name__ in ("CLIPAttention", "Wav2Vec2Attention", "VisionAttention")]
+    read_twofold(read[-1])
+    with pytest.raises(ValueError, match=r"[12]\.\w+ \((CLIP|Wav2Vec2|Vision)Attention\): .* differs by 5e-01"):
         replace_attention(model)
 
 

@@ -133,14 +133,18 @@ def record(model: PreTrainedModel, call: dict) -> None:
     The model gets a config of its own, as others may have been built from the one that it has. A model without a head
     may be a part of one, whose config it shares: that notes the call too, and its folder opens by `load_replaced`.
     """
-    shared = model.config
-    kind = type(shared) if isinstance(shared, KeepsCalls) else replaced_config(type(shared))
-    config, calls = _of_class(kind, shared), [*getattr(shared, RECORD, ()), call]
+    shared, is_body = model.config, getattr(model, "base_model", model) is model
+    noted = isinstance(shared, KeepsCalls)
+    if noted and is_body:
+        getattr(shared, RECORD).append(call)  # the whole's list, too
+        return
+    config = _of_class(type(shared) if noted else replaced_config(type(shared)), shared)
+    calls = [*getattr(shared, RECORD, ()), call]
     setattr(config, RECORD, calls)
     for module in model.modules():
         if getattr(module, "config", None) is shared:
             module.config = config
-    if getattr(model, "base_model", model) is model and not isinstance(shared, KeepsCalls):
+    if is_body:
         vars(shared).update({RECORD: calls, "attn_implementation": REFUSAL})
 
 

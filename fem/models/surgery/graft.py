@@ -11,7 +11,6 @@ from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.models.surgery import multihead, timm
 from fem.models.surgery.head import LAMBDA_INIT, FreeEnergyHead
-from fem.models.surgery.proof import disagreements
 from fem.models.surgery.site import CrossAttention, Refused, Site
 from fem.prior_table import PRIORS, ROTARY
 
@@ -30,8 +29,11 @@ def apply(
     """
     sites = _chosen(model, layers, self_attentions)
     compare = {path: site.compare for path, site in sites.items() if preserve and site.compare}
-    if reasons := disagreements(model, compare):
-        raise ValueError(f"{type(model).__name__} cannot be replaced: {'; '.join(reasons)}.")
+    if compare:  # models of transformers, which may not be installed
+        from fem.models.surgery.proof import disagreements
+
+        if reasons := disagreements(model, compare):
+            raise ValueError(f"{type(model).__name__} cannot be replaced: {'; '.join(reasons)}.")
     build = _head if preserve else _mixer
     parts = {path: build(site, prior_type, config).train(site.module.training) for path, site in sites.items()}
     for path, site in sites.items():

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from logging import INFO, WARNING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-TOKENS, SAMPLES = 8, 4000
+TOKENS, STEPS, SAMPLES, GRID = 8, 64, 4000, (4, 4)
 logger = logging.get_logger(__name__)
 
 
@@ -40,11 +41,12 @@ def disagreements(model: nn.Module, compare: dict[str, Callable]) -> list[str]:
         model.eval()
         for name, part in modules.items():
             inside = f"{name}." if name else ""
-            if not any(path.startswith(inside) for path in waiting) or not (inputs := _example(part)):
+            if not isinstance(part, PreTrainedModel) or not any(path.startswith(inside) for path in waiting):
                 continue
             try:
-                with torch.no_grad():
-                    part(**inputs)
+                if inputs := _example(part):
+                    with torch.no_grad():
+                        part(**inputs)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -60,32 +62,36 @@ def disagreements(model: nn.Module, compare: dict[str, Callable]) -> list[str]:
     return list(reasons.values())
 
 
-def _example(model: nn.Module) -> dict[str, Tensor | bool] | None:
+def _example(model: PreTrainedModel) -> dict[str, Tensor | bool] | None:
     """Random tokens, a picture or a sound for a model of transformers; None where it cannot run on them."""
-    config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
-    kernel = getattr(config, "_attn_implementation", None)
-    if kernel not in ("sdpa", "eager") or any(parameter.is_meta for parameter in model.parameters()):
+    config, name, inputs = model.config, model.main_input_name, {}
+    takes, draw = inspect.signature(model.forward).parameters, torch.Generator().manual_seed(0)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if config._attn_implementation not in ("sdpa", "eager") or on_meta:
         return None
-    takes, draw, inputs = inspect.signature(model.forward).parameters, torch.Generator().manual_seed(0), {}
     if words := getattr(config.get_text_config(), "vocab_size", None):
         ids = torch.randint(words, (1, TOKENS), generator=draw).to(model.device)
         inputs |= {key: ids for key in ("input_ids", "decoder_input_ids") if key in takes}
-    if name != "input_ids" and (shape := _shape(config, name)):
+    if "grid_thw" in takes:  # one picture, as a row for each of its patches
+        name, inputs["grid_thw"] = next(iter(takes)), torch.tensor([[1, *GRID]], device=model.device)
+    if name != "input_ids" and (shape := _shape(config, name, "grid_thw" in inputs)):
         inputs[name] = torch.randn(shape, generator=draw).to(model.device, model.dtype)
     if name not in inputs:
         return None
     return inputs | ({"use_cache": False} if "use_cache" in takes else {})
 
 
-def _shape(config: PreTrainedConfig, name: str) -> tuple[int, ...] | None:
-    """The shape of one picture, of its frequencies over time or of a sound, where the config says it."""
-    size = lambda field: getattr(config, field, None)  # noqa: E731
-    if name == "pixel_values":
-        shape = (1, size("num_channels") or 3, size("image_size"), size("image_size"))
-    elif name == "input_features":  # a spectrogram, of which two steps make a token
-        shape = (1, size("num_mel_bins"), 2 * (size("max_source_positions") or 0))
-    elif name == "input_values":
-        shape = (1, SAMPLES)
-    else:
-        return None
-    return shape if all(isinstance(length, int) and length for length in shape) else None
+def _shape(config: PreTrainedConfig, name: str, of_patches: bool) -> tuple[int, ...] | None:
+    """The shape of a picture, of its patches, of frequencies over time or of a sound, where the config says it."""
+    size = lambda field, default=None: getattr(config, field, default)  # noqa: E731
+    side, steps, patch = size("image_size"), size("max_source_positions"), size("patch_size")
+    if of_patches:
+        depth = size("in_channels", 3) * size("temporal_patch_size", 2)
+        return (math.prod(GRID), depth * patch**2) if isinstance(patch, int) else None
+    shapes = {
+        "pixel_values": (1, size("num_channels", 3), *(side if isinstance(side, (list, tuple)) else (side, side))),
+        "input_features": (1, size("num_mel_bins"), 2 * steps) if steps else (1, STEPS, size("num_mel_bins")),
+        "input_values": (1, SAMPLES),
+    }
+    shape = shapes.get(name, (None,))
+    return shape if all(isinstance(length, int) for length in shape) else None
