@@ -291,7 +291,7 @@ class FreeEnergyMixerConfig:
 
     @property
     def free_alone(self) -> bool:
-        """Whether every channel reads F and none the mean: a free energy without a lambda to mix it."""
+        """True if every channel reads F and none the mean: a free energy without a lambda to mix it."""
         mixed = self.use_temperature or self.keep_lambda or not known_priors()[self.prior_type].takes_pairs
         return self.use_lse and self.free_share is None and not mixed
 
@@ -303,7 +303,7 @@ class FreeEnergyMixerConfig:
 
     @property
     def learns_lambda(self) -> bool:
-        """Whether lambda mixes mean and free energy."""
+        """True if lambda mixes mean and free energy."""
         return (self.use_temperature or self.keep_lambda) and self.free_share is None
 
     @property

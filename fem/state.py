@@ -1,4 +1,4 @@
-"""What a mixer remembers between two calls."""
+"""The state of a mixer: what it remembers between two calls."""
 
 from __future__ import annotations
 

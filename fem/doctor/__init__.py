@@ -30,12 +30,12 @@ def devices() -> list[dict]:
 def _what(device: str) -> str:
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
-    threads = f", {torch.get_num_threads()} threads on {os.cpu_count()} cores" if device == "cpu" else ""
+    threads = f", threads: {torch.get_num_threads()}, cores: {os.cpu_count()}" if device == "cpu" else ""
     return processor() + threads
 
 
 def compiler() -> dict:
-    """Whether torch.compile can build code on the CPU."""
+    """The compiler with which torch.compile builds code on the CPU, or the advice where there is none."""
     name = next((name for name in ("g++", "clang++", "cl") if shutil.which(name)), None)
     return {
         "part": "torch.compile on CPU",

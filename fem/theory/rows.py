@@ -162,6 +162,6 @@ def _exp_beyond_linear(z: Tensor) -> Tensor:
 
 
 def _readable(tensor: Tensor) -> bool:
-    """Whether values may be read on the host: outside of graphs and of torch.func's transforms."""
+    """True if values may be read on the host: outside of graphs and of torch.func's transforms."""
     plain = not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None
     return plain and tensor.device.type == "cpu"

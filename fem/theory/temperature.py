@@ -45,8 +45,8 @@ def temperature_for_budget(p: Along, v: Along, kl: PerRead, dim: int = -1) -> Al
     rows, kl = prepare(p, v, dim, kl=kl)
     values = torch.where(rows.p > 0, rows.centred, -math.inf)
     best = values == values.amax(-1, keepdim=True)
-    of_best, of_others = (rows.p * best).sum(-1), (rows.p * ~best).sum(-1)
-    limit = torch.where(of_best < 0.5, -of_best.log(), -torch.log1p(-of_others))
+    best_share, rest = (rows.p * best).sum(-1), (rows.p * ~best).sum(-1)
+    limit = torch.where(best_share < 0.5, -best_share.log(), -torch.log1p(-rest))
     margin = values.amax(-1) - torch.where(best, -math.inf, values).amax(-1)
     hard = (kl >= limit) | ~(margin < math.inf)
     decided = 800 / margin  # there all other tokens have a posterior below e^-800 / p: hard selection in float64

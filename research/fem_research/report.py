@@ -15,7 +15,7 @@ from fem_research.page_tables import TABLE, fill
 from fem_research.record import append
 from fem_research.runs.run import check_output, without_folders
 
-COMMAND = re.compile(r"^`(fem [^`]*)` on ", re.MULTILINE)
+COMMAND = re.compile(r"^`((?:fem|make|python) [^`]*)` on ", re.MULTILINE)
 
 
 class Broken(Exception):
