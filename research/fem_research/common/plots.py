@@ -46,7 +46,7 @@ def learning_curves(path: Path, title: str, panels: Sequence[Panel], colours: Co
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter(LogFormatter())
                 axes.yaxis.set_minor_formatter(LogFormatter())
-            axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+            axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
         figure.legend(key.values(), key.keys(), loc="outside right center")
 
 
