@@ -17,7 +17,7 @@ def command(
 ):
     """Show what runs on this machine, and why: versions, devices, backends and optional packages."""
     if only is not None and not gpu:
-        raise ValueError(f"--only needs --gpu, whose steps it names, got {only!r} without.")
+        raise ValueError(f"--only needs --gpu, whose steps it names, got {only!r} without --gpu.")
     if gpu:
         from fem.doctor.card import examine
 

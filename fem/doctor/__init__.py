@@ -44,12 +44,13 @@ def compiler() -> dict:
 
 
 def packages() -> list[dict]:
-    """Every optional package: its version, or the command that installs its extra."""
-    return [
-        {"extra": extra, "package": name, "state": installed(name) or f"missing: pip install '.[{extra}]'"}
-        for extra, names in extras().items()
-        for name in names
-    ]
+    """A row for each extra: whether its packages are installed, or which are missing and the command for them."""
+    rows = []
+    for extra, names in extras().items():
+        missing = [name for name in names if not installed(name)]
+        state = f"missing {', '.join(missing)}: pip install '.[{extra}]'" if missing else "installed"
+        rows.append({"extra": extra, "packages": len(names), "state": state})
+    return rows
 
 
 def in_short() -> str:

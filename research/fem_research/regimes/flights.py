@@ -61,7 +61,9 @@ def streams(path: str) -> dict[str, list[Stream]]:
         if len(rows) >= TOKENS:
             found[split].append((x[rows.tolist()], answer[rows.tolist()]))
     if not all(found.values()):
-        raise ValueError(f"flights must have days of {TOKENS} events in every part of a month, got {path!r} without.")
+        raise ValueError(
+            f"flights must have days of {TOKENS} events in every part of a month, got {path!r} without such days."
+        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""The free energy read: value, posterior, gain over the mean, second readout, weights of the interpolated read."""
+"""The free energy by its definition: value, posterior, gain over the mean, weights of the interpolated read."""
 
 from __future__ import annotations
 
