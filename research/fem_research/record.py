@@ -16,7 +16,14 @@ from fem_research.common.mixers import canonical, fields_of
 from fem_research.common.names import display
 
 Row = dict[str, Any]
-FILES = {"ablate": "language", "finetune": "language", "natural": "pooling", "bench": "cost", "scans": "cost"}
+FILES = {
+    "ablate": "language",
+    "finetune": "language",
+    "demo": "language",
+    "natural": "pooling",
+    "bench": "cost",
+    "scans": "cost",
+}
 FILES |= {"card_layers": "cost", "card_long": "cost", "card_table7": "cost", "card_train": "language"}
 TIMES = ("forward", "train", "token")
 SETTINGS = ("blocks", "layers", "mlp_width", "vocabulary", "context", "batch", "folds", "initialisation")  # of recipes
@@ -38,7 +45,12 @@ def curves_of(config: Mapping, results: Mapping) -> Iterator[Row]:
         for point in of["held_out"]:
             row = {"mixer": display(recipe["mixer"]), "seed": recipe["seed"], "rate": recipe["rate"]}
             yield row | {"step": point["step"], "loss": point["loss"]}
-    for name, seeds in results.get("curves", {}).items():
+    for name, seeds in results.get("lm_curves", {}).items():
+        for seed, points in enumerate(seeds, start=config["recipe"]["seed"]):
+            for point in points:
+                own = {"step": point["step"], "loss": point["val_loss"], "seconds": point["seconds"]}
+                yield {"mixer": display(name), "seed": seed} | own
+    for name, seeds in results.get("curves", {}).items() if config["experiment"] != "demo" else ():
         for seed, points in enumerate(seeds, start=config["recipe"]["seed"]):
             for point in points:
                 yield {"mixer": display(name), "seed": seed} | point
@@ -104,6 +116,17 @@ def finetune(recipe: Mapping, results: Mapping) -> Iterator[Row]:
         row |= {"rate": recipe["further_learning_rate"], "steps": recipe["further_steps"], "before": found["before"]}
         for seed, loss in enumerate(found["after"]):
             yield row | {"seed": recipe["seed"] + seed, "score": loss, "parameters": found["parameters"]}
+
+
+def demo(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    """The demo's language models."""
+    tokens = recipe["steps"] * recipe["batch_size"] * recipe["context"]
+    for name, found in results["lm"].items():
+        row = {"task": "the demo"} | mixer(name, recipe) | {"steps": recipe["steps"], "tokens": tokens}
+        row |= {"batch": recipe["batch_size"]}
+        row |= {field: found[field] for field in ("parameters", "tokens_per_second")}
+        for seed, loss in enumerate(found["val_losses"], start=recipe["seed"]):
+            yield row | {"seed": seed, "score": loss}
 
 
 def mad(recipe: Mapping, results: Mapping) -> Iterator[Row]:
@@ -211,7 +234,9 @@ def card_train(recipe: Mapping, results: Mapping) -> Iterator[Row]:
         yield row | {"ms": 1e3 * of["step_seconds"] if of["step_seconds"] else None}
 
 
-EXPERIMENTS = {of.__name__: of for of in (regimes, natural, ablate, finetune, mad, vision, forecast, argmax, bench)}
+EXPERIMENTS = {
+    of.__name__: of for of in (regimes, natural, ablate, finetune, demo, mad, vision, forecast, argmax, bench)
+}
 EXPERIMENTS |= {of.__name__: of for of in (scans, card_layers, card_long, card_table7, card_train)}
 
 
