@@ -69,7 +69,7 @@ class Rows(NamedTuple):
         return weight / torch.where(total > 0, total, 1)
 
 
-def prepare(p: Tensor, v: Tensor, dim: int, **per_read: PerRead) -> tuple[Rows | Tensor, ...]:
+def checked_rows(p: Tensor, v: Tensor, dim: int, **per_read: PerRead) -> tuple[Rows | Tensor, ...]:
     """The rows of p and v, then each of `per_read` as a float64 tensor: >= 0, and `lam` <= 1.
 
     Raises ValueError naming the argument on shapes that do not broadcast, on values out of range and on NaN.
