@@ -5,6 +5,7 @@ PYTHONPATH=tests/support:tests/ops python benchmarks/accuracy.py [calls]    # te
 
 from __future__ import annotations
 
+import math
 import sys
 
 import torch
@@ -138,6 +139,24 @@ def drift_under_steady_keys(heads: int = 128) -> dict[str, float]:
     return {"weights": weights} | read
 
 
+def under_bfloat16(time: int = 512) -> dict[str, dict[str, float]]:
+    """F's error in nats where a kernel rounds exp(scores) and e to bfloat16 and sums in float32."""
+    found = {}
+    for name in ("random", "peaked", "span"):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(4, time, 64) for _ in range(3))
+        q = 8 * q if name == "peaked" else q
+        nats = torch.rand_like(v) * 70 if name == "span" else BETA * v
+        nats = nats - nats.amax(1, keepdim=True)
+        scores = (q @ k.mT / 8).masked_fill(torch.ones(time, time).triu(1).bool(), -torch.inf)
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        rounded = (weights.bfloat16().float() @ nats.exp().bfloat16().float()) / weights.sum(-1, keepdim=True)
+        exact = weights.double() @ nats.double().exp() / weights.double().sum(-1, keepdim=True)
+        error = (rounded.double().log() - exact.log())[exact > math.exp(-60)]
+        found[name] = {"rms": error.square().mean().sqrt().item(), "largest": error.abs().max().item()}
+    return found
+
+
 def standing(here: slice) -> Tokens:
     """Tokens of one document at these positions."""
     return Tokens(None, None, None, torch.arange(here.start, here.stop))
@@ -191,6 +210,7 @@ def main() -> None:
     facts = {"calls": calls, "time": TIME, "before": 2 * TIME // 3, "spike": SPIKE, "tokens": STREAMED, "last": LAST}
     facts |= {"above": "; ".join(above) or "none", "linear": results["linear"]["drift"]["mean over the largest"]}
     found = {"priors": results, "steady keys": steady, "random calls above the rule": above}
+    found["bfloat16"] = under_bfloat16()
     save("research/results/checks/accuracy", "Accuracy by prior", found, table(results), NOTE.format(**facts, **steady))
 
 

@@ -128,7 +128,7 @@ def _say(sentence: str) -> int:
 
 
 def _under_torchrun() -> bool:
-    """Whether this is one of several processes that torchrun started."""
+    """True if this is one of several processes that torchrun started."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "TORCHELASTIC_RUN_ID" in os.environ
 
 

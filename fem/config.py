@@ -35,7 +35,9 @@ def _name_unknown_fields(cls):
     @functools.wraps(init)
     def checked(self, *args, **values):
         if args:
-            raise TypeError(f"{cls.__name__} takes its fields by name, such as n_embd=512, got {len(args)} without.")
+            raise TypeError(
+                f"{cls.__name__} takes its fields by name, such as n_embd=512, got {len(args)} without a name."
+            )
         for name in values:
             if name not in known:
                 raise unknown_field(cls.__name__, name, values[name], known)
@@ -221,7 +223,7 @@ class FreeEnergyMixerConfig:
         for name in ("free_share", "value_logexp_cap"):
             value = getattr(self, name)
             if value is not None and not self.use_lse:
-                raise ValueError(f"{name} needs use_lse=True, got {name}={value!r} without; leave it out.")
+                raise ValueError(f"{name} needs use_lse=True, got {name}={value!r} with use_lse=False; leave it out.")
             if value is not None and not known_priors()[self.prior_type].takes_pairs:
                 raise ValueError(
                     f"{name} needs a prior that reads every channel on its own, got {name}={value!r} "
@@ -263,7 +265,7 @@ class FreeEnergyMixerConfig:
         }
         for name, (is_read, wanted) in needs.items():
             if not is_read and name in values and values[name] != _DEFAULTS[name]:
-                raise ValueError(f"{name} needs {wanted}, got {name}={values[name]!r} without; leave it out.")
+                raise ValueError(f"{name} needs {wanted}, got {name}={values[name]!r} without that; leave it out.")
 
     @property
     def _key_step(self) -> int:
@@ -291,7 +293,7 @@ class FreeEnergyMixerConfig:
 
     @property
     def free_alone(self) -> bool:
-        """Whether every channel reads F and none the mean: a free energy without a lambda to mix it."""
+        """True if every channel reads F and none the mean: a free energy without a lambda to mix it."""
         mixed = self.use_temperature or self.keep_lambda or not known_priors()[self.prior_type].takes_pairs
         return self.use_lse and self.free_share is None and not mixed
 
@@ -303,7 +305,7 @@ class FreeEnergyMixerConfig:
 
     @property
     def learns_lambda(self) -> bool:
-        """Whether lambda mixes mean and free energy."""
+        """True if lambda mixes mean and free energy."""
         return (self.use_temperature or self.keep_lambda) and self.free_share is None
 
     @property

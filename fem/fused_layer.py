@@ -21,9 +21,9 @@ DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has
 
 
 def fits(layer, call: Call) -> bool:
-    """Whether the layer reads this call so: a whole sequence in bfloat16 on CUDA without documents, windows or a state
-    before it, by maps that no adapter, hook or sharding has taken over. Padded where it is causal and returns no state;
-    a state is returned where no gradient is wanted.
+    """True if the fused kernels read this call: a whole sequence in bfloat16 on CUDA without documents, windows or a
+    state before it, by maps that no adapter, hook or sharding has taken over. Padded rows where the layer is causal and
+    returns no state; a state is returned where no gradient is wanted.
     """
     config, x, tokens = layer.config, call.x, call.tokens
     if not (available(x) and type(layer.prior) is SoftmaxPrior) or call.memory:

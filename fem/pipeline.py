@@ -1,4 +1,4 @@
-"""What every layer does around its read: the temperature and the values go in, the gates and the output come after."""
+"""The steps of every layer around its read: temperature and values before it, gates and output after it."""
 
 from __future__ import annotations
 

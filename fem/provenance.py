@@ -1,4 +1,4 @@
-"""What the record of a run says about where it was made, and the folder that it is written to."""
+"""The record of where a run was made, and the folder that it is written to."""
 
 from __future__ import annotations
 

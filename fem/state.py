@@ -1,4 +1,4 @@
-"""What a mixer remembers between two calls."""
+"""The state of a mixer: what it remembers between two calls."""
 
 from __future__ import annotations
 
@@ -76,10 +76,12 @@ class MixerState:
 
     @property
     def batch(self) -> int:
+        """The number of rows."""
         return self.cache_position.position.shape[0]
 
     @property
     def device(self) -> torch.device:
+        """The device of its tensors."""
         return self.cache_position.position.device
 
     @property

@@ -34,7 +34,7 @@ def filled(rows: Rows) -> list[str]:
 
 
 def numeric(rows: Rows, column: str) -> bool:
-    """Whether any cell of the column is a number: it is then aligned to the right."""
+    """True if any cell of the column is a number, and the column aligned to the right."""
     return any(isinstance(row[column], int | float) and not isinstance(row[column], bool) for row in rows)
 
 

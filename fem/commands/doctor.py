@@ -15,9 +15,9 @@ def command(
     only: Annotated[str | None, typer.Option(help="With --gpu: some of the steps, separated by commas.")] = None,
     output: Annotated[Path, typer.Option(help="With --gpu: folder of the page and the figures.")] = Path("runs/doctor"),
 ):
-    """What runs on this machine and why: versions, devices, backends and optional packages."""
+    """Show what runs on this machine, and why: versions, devices, backends and optional packages."""
     if only is not None and not gpu:
-        raise ValueError(f"--only needs --gpu, whose steps it names, got {only!r} without.")
+        raise ValueError(f"--only needs --gpu, whose steps it names, got {only!r} without --gpu.")
     if gpu:
         from fem.doctor.card import examine
 

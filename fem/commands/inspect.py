@@ -16,7 +16,7 @@ def command(
     layers: Annotated[str | None, typer.Option(help='Of the layers of FEM those to show, such as "1,4".')] = None,
     output: Annotated[Path, typer.Option(help="Folder of page, picture and tables.")] = Path("runs/inspect"),
 ):
-    """What each channel of each head reads from a text: a page to explore, a picture, and tables."""
+    """Draw what each channel of each head reads from a text: a page to explore, a picture, and tables."""
     recipe = InspectRecipe(text=text, layers=layers)
     from transformers.utils.logging import disable_progress_bar
 

@@ -30,12 +30,12 @@ def devices() -> list[dict]:
 def _what(device: str) -> str:
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
-    threads = f", {torch.get_num_threads()} threads on {os.cpu_count()} cores" if device == "cpu" else ""
+    threads = f", threads: {torch.get_num_threads()}, cores: {os.cpu_count()}" if device == "cpu" else ""
     return processor() + threads
 
 
 def compiler() -> dict:
-    """Whether torch.compile can build code on the CPU."""
+    """The compiler with which torch.compile builds code on the CPU, or the advice where there is none."""
     name = next((name for name in ("g++", "clang++", "cl") if shutil.which(name)), None)
     return {
         "part": "torch.compile on CPU",
@@ -44,12 +44,13 @@ def compiler() -> dict:
 
 
 def packages() -> list[dict]:
-    """Every optional package: its version, or the command that installs its extra."""
-    return [
-        {"extra": extra, "package": name, "state": installed(name) or f"missing: pip install '.[{extra}]'"}
-        for extra, names in extras().items()
-        for name in names
-    ]
+    """A row for each extra: whether its packages are installed, or which are missing and the command for them."""
+    rows = []
+    for extra, names in extras().items():
+        missing = [name for name in names if not installed(name)]
+        state = f"missing {', '.join(missing)}: pip install '.[{extra}]'" if missing else "installed"
+        rows.append({"extra": extra, "packages": len(names), "state": state})
+    return rows
 
 
 def in_short() -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 IN_CSV_ALONE = ("prior", "beta", "hidden beta")  # the table on a terminal has room for 80 columns of text
-SHORT = {"tokens in prior": "tokens p", "tokens in posterior": "tokens q", "read most at the end": "differ"}
+SHORT = {"tokens in prior": "tokens p", "tokens in posterior": "tokens q", "read most at the end": "tokens read most"}
 
 
 def head_rows(layers: Sequence[LayerTables]) -> list[dict]:

@@ -101,8 +101,8 @@ def layer_tables(layer: int, prior_type: str, reading: Reading) -> LayerTables:
         read = np.broadcast_to(prior, (prior.shape[0], reading.mean.shape[-1], *prior.shape[2:]))
     else:
         share = 1.0 if lambda_ is None else lambda_[..., None]
-        of_free = slice(-posterior.shape[1], None)  # of split values those channels that read a free energy
-        prior, gate = prior[:, of_free], None if gate is None else gate[:, of_free]
+        free_channels = slice(-posterior.shape[1], None)  # of split values those channels that read a free energy
+        prior, gate = prior[:, free_channels], None if gate is None else gate[:, free_channels]
         read = (1 - share) * prior + share * posterior
         beta = np.broadcast_to(reading.beta.double().cpu().numpy().reshape(len(read), -1), read.shape[:2])
     tokens = effective_tokens(prior), None if posterior is None else effective_tokens(posterior)

@@ -10,7 +10,7 @@ have the inputs' dtype. Statements, their tests and the corrections to the paper
 """
 
 from fem.theory.accuracy import index_accuracy
-from fem.theory.read import effective_weights, free_energy, kl_gap, posterior, posterior_mean
+from fem.theory.definitions import effective_weights, free_energy, kl_gap, posterior, posterior_mean
 from fem.theory.temperature import hidden_temperature, temperature_for_budget
 
 __all__ = [

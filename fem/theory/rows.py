@@ -69,7 +69,7 @@ class Rows(NamedTuple):
         return weight / torch.where(total > 0, total, 1)
 
 
-def prepare(p: Tensor, v: Tensor, dim: int, **per_read: PerRead) -> tuple[Rows | Tensor, ...]:
+def checked_rows(p: Tensor, v: Tensor, dim: int, **per_read: PerRead) -> tuple[Rows | Tensor, ...]:
     """The rows of p and v, then each of `per_read` as a float64 tensor: >= 0, and `lam` <= 1.
 
     Raises ValueError naming the argument on shapes that do not broadcast, on values out of range and on NaN.
@@ -162,6 +162,6 @@ def _exp_beyond_linear(z: Tensor) -> Tensor:
 
 
 def _readable(tensor: Tensor) -> bool:
-    """Whether values may be read on the host: outside of graphs and of torch.func's transforms."""
+    """True if values may be read on the host: outside of graphs and of torch.func's transforms."""
     plain = not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None
     return plain and tensor.device.type == "cpu"

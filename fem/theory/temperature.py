@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fem.theory.rows import Along, PerRead, as_given, prepare, shown
+from fem.theory.rows import Along, PerRead, as_given, checked_rows, shown
 
 
 @torch.no_grad()
@@ -21,7 +21,7 @@ def hidden_temperature(p: Along, v: Along, lam: PerRead, beta_max: PerRead, dim:
     beta_max is returned. Carries no gradient; d beta*/d lam = (F(beta_max) - mean) / F'(beta*)  (Corollary F.3).
     Raises ValueError if lam leaves [0, 1] or beta_max is negative, infinite or NaN.
     """
-    rows, lam, beta_max = prepare(p, v, dim, lam=lam, beta_max=beta_max)
+    rows, lam, beta_max = checked_rows(p, v, dim, lam=lam, beta_max=beta_max)
     if beta_max.isinf().any():
         raise ValueError(f"beta_max must be finite, got {shown(beta_max)}; use a large number for hard selection.")
     target = lam * rows.gain(beta_max)
@@ -42,11 +42,11 @@ def temperature_for_budget(p: Along, v: Along, kl: PerRead, dim: int = -1) -> Al
     the support are that case for any budget. The optimum is E_q[v] = F(beta*) + kl / beta*, not F(beta*).
     Carries no gradient. Raises ValueError on a negative or NaN kl.
     """
-    rows, kl = prepare(p, v, dim, kl=kl)
+    rows, kl = checked_rows(p, v, dim, kl=kl)
     values = torch.where(rows.p > 0, rows.centred, -math.inf)
     best = values == values.amax(-1, keepdim=True)
-    of_best, of_others = (rows.p * best).sum(-1), (rows.p * ~best).sum(-1)
-    limit = torch.where(of_best < 0.5, -of_best.log(), -torch.log1p(-of_others))
+    best_share, rest = (rows.p * best).sum(-1), (rows.p * ~best).sum(-1)
+    limit = torch.where(best_share < 0.5, -best_share.log(), -torch.log1p(-rest))
     margin = values.amax(-1) - torch.where(best, -math.inf, values).amax(-1)
     hard = (kl >= limit) | ~(margin < math.inf)
     decided = 800 / margin  # there all other tokens have a posterior below e^-800 / p: hard selection in float64

@@ -93,8 +93,8 @@ def numbers(rows: Rows, field: str) -> list[float]:
     """The numbers of a field, one for each training. Raises ValueError where a seed of a task stands twice."""
     rows = [row for row in rows if row[field]]
     seeded = [row for row in rows if row.get("seed")]
-    of_seed = _groups(seeded, [column for column in ("seed", "task") if seeded and column in seeded[0]])
-    for (seed, *task), of in of_seed.items():
+    by_seed = _groups(seeded, [column for column in ("seed", "task") if seeded and column in seeded[0]])
+    for (seed, *task), of in by_seed.items():
         if len(of) > 1:
             runs = " and ".join(row["run"] for row in of)
             raise ValueError(
@@ -204,7 +204,7 @@ def draw(
             Panel(
                 title if len(panels) > 1 else "",
                 "step",
-                {label: [_line(of_run, field) for of_run in _runs(of)] for label, of in part.items()},
+                {label: [_line(run_rows, field) for run_rows in _runs(of)] for label, of in part.items()},
             )
             for title, part in panels.items()
         ]

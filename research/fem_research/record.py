@@ -7,7 +7,7 @@ steps, score, parameters, and where, when and by which command it was made. What
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,15 @@ from fem_research.common.mixers import canonical, fields_of
 from fem_research.common.names import display
 
 Row = dict[str, Any]
-FILES = {"ablate": "language", "finetune": "language", "natural": "pooling", "bench": "cost"}
+FILES = {
+    "ablate": "language",
+    "finetune": "language",
+    "demo": "language",
+    "natural": "pooling",
+    "bench": "cost",
+    "scans": "cost",
+}
+FILES |= {"card_layers": "cost", "card_long": "cost", "card_table7": "cost", "card_train": "language"}
 TIMES = ("forward", "train", "token")
 SETTINGS = ("blocks", "layers", "mlp_width", "vocabulary", "context", "batch", "folds", "initialisation")  # of recipes
 SETTINGS += ("image_size", "patch_size", "epochs")
@@ -27,21 +35,34 @@ def rows_of(config: Mapping, results: Mapping) -> list[Row]:
     """A row for every training of a run, from what its config.json and results.json hold."""
     recipe = config["recipe"]
     settings = {name: recipe[name] for name in SETTINGS if recipe.get(name) is not None}
-    return [settings | row | _made(config) for row in EXPERIMENTS[config["experiment"]](recipe, results)]
+    return [settings | _made(config) | row for row in EXPERIMENTS[config["experiment"]](recipe, results)]
 
 
 def curves_of(config: Mapping, results: Mapping) -> Iterator[Row]:
     """A row for every point of the curves of a run's trainings."""
-    for name, seeds in results.get("curves", {}).items():
+    for of in results.get("trainings", ()):
+        recipe = of["recipe"]
+        for point in of["held_out"]:
+            row = {"mixer": display(recipe["mixer"]), "seed": recipe["seed"], "rate": recipe["rate"]}
+            yield row | {"step": point["step"], "loss": point["loss"]}
+    for name, seeds in results.get("lm_curves", {}).items():
+        for seed, points in enumerate(seeds, start=config["recipe"]["seed"]):
+            for point in points:
+                own = {"step": point["step"], "loss": point["val_loss"], "seconds": point["seconds"]}
+                yield {"mixer": display(name), "seed": seed} | own
+    for name, seeds in results.get("curves", {}).items() if config["experiment"] != "demo" else ():
         for seed, points in enumerate(seeds, start=config["recipe"]["seed"]):
             for point in points:
                 yield {"mixer": display(name), "seed": seed} | point
 
 
 def _made(config: Mapping) -> Row:
-    """Where, when and with which versions a run was made."""
+    """Where, when, with which versions and, on a card, by which commit a run was made."""
     machine, versions = in_words(config)
-    return {"machine": machine, "versions": versions, "date": config["date"]}
+    if config.get("driver"):
+        machine += f", driver {config['driver']}"
+    commit = {"code": config["code"]} if config.get("code") else {}
+    return commit | {"machine": machine, "versions": versions, "date": config["date"]}
 
 
 def mixer(name: str, recipe: Mapping) -> Row:
@@ -97,6 +118,17 @@ def finetune(recipe: Mapping, results: Mapping) -> Iterator[Row]:
             yield row | {"seed": recipe["seed"] + seed, "score": loss, "parameters": found["parameters"]}
 
 
+def demo(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    """The demo's language models."""
+    tokens = recipe["steps"] * recipe["batch_size"] * recipe["context"]
+    for name, found in results["lm"].items():
+        row = {"task": "the demo"} | mixer(name, recipe) | {"steps": recipe["steps"], "tokens": tokens}
+        row |= {"batch": recipe["batch_size"]}
+        row |= {field: found[field] for field in ("parameters", "tokens_per_second")}
+        for seed, loss in enumerate(found["val_losses"], start=recipe["seed"]):
+            yield row | {"seed": seed, "score": loss}
+
+
 def mad(recipe: Mapping, results: Mapping) -> Iterator[Row]:
     for start, mixers in results.get("mad", {}).items():
         for name, found in mixers.items():
@@ -150,7 +182,62 @@ def bench(recipe: Mapping, results: Mapping) -> Iterator[Row]:
             yield row | mixer(label, {"width": size["width"], "heads": size["heads"]}) | own
 
 
-EXPERIMENTS = {of.__name__: of for of in (regimes, natural, ablate, finetune, mad, vision, forecast, argmax, bench)}
+def scans(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    for of in results["scans"]:
+        yield of | mixer(of["mixer"], recipe)
+
+
+def card_layers(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    for cell in results["cells"]:
+        row = {"task": "layer"} | mixer(cell["mixer"], recipe) | {"mode": cell["mode"], "dtype": "bfloat16"}
+        row |= {"device": recipe["device"], "batch": recipe["tokens"] // cell["time"], "tokens": cell["time"]}
+        yield row | _cell(cell, TIMES) | {"kept_bytes": cell.get("kept_bytes")}
+
+
+def card_long(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    for cell in results["cells"]:
+        row = {"task": f"long {cell['part']}"} | mixer(cell["mixer"], recipe) | {"dtype": "bfloat16", "batch": 1}
+        row |= {"device": recipe["device"], "tokens": cell["tokens"], "parameters": cell.get("parameters")}
+        row |= {"mode": "torch's layer"} if (cell["part"], cell["mixer"]) == ("layer", "attention") else {}
+        yield row | _cell(cell, ("prefill", "train"))
+
+
+def card_table7(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    for cell in results["cells"]:
+        row = {"task": "table7"} | mixer(cell["mixer"], recipe) | {"mode": cell["mode"], "dtype": cell["dtype"]}
+        row |= {"device": recipe["device"], "batch": recipe["batch"], "tokens": recipe["time"]}
+        row |= {field: cell.get(field) for field in ("train_flop", "parameters")}
+        yield row | _cell(cell, ("forward", "train"))
+
+
+def _cell(cell: Mapping, steps: Sequence[str]) -> Row:
+    """What the steps of a cell took, and what those said that failed."""
+    of = {step: cell[step] for step in steps if step in cell}
+    own = {f"{step}_ms": 1e3 * found["seconds"] for step, found in of.items() if "seconds" in found}
+    own["train_extra_bytes"] = of.get("train", {}).get("extra_bytes")
+    failures = [f"{step} failed: {found['failed']}" for step, found in of.items() if "failed" in found]
+    return own | {"note": "; ".join(failures) or None}
+
+
+def card_train(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    """Trainings that have ended; each has a date, and may have a card, of its own."""
+    same = ("layers", "mlp_width", "context", "batch", "seed", "rate")
+    measured = ("tokens_per_second", "flops_per_token", "mfu", "peak_memory_bytes", "seconds", "first_step_seconds")
+    for of in results["trainings"]:
+        if not of["finished"]:
+            continue
+        recipe = of["recipe"]
+        row = {"task": "linux sources"} | mixer(recipe["mixer"], recipe) | {field: recipe[field] for field in same}
+        row |= {"vocabulary": of["text"]["vocabulary"], "steps": of["steps"], "score": of["held_out_loss"]}
+        row |= {"tokens": of["steps"] * recipe["batch"] * recipe["context"], "note": of.get("diverged")}
+        row |= {field: of[field] for field in (*measured, "compile_seconds", "parameters")} | _made(of)
+        yield row | {"ms": 1e3 * of["step_seconds"] if of["step_seconds"] else None}
+
+
+EXPERIMENTS = {
+    of.__name__: of for of in (regimes, natural, ablate, finetune, demo, mad, vision, forecast, argmax, bench)
+}
+EXPERIMENTS |= {of.__name__: of for of in (scans, card_layers, card_long, card_table7, card_train)}
 
 
 def append(folder: Path, run: str, command: str, config: Mapping, results: Mapping) -> list[Path]:

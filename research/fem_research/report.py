@@ -15,7 +15,7 @@ from fem_research.page_tables import TABLE, fill
 from fem_research.record import append
 from fem_research.runs.run import check_output, without_folders
 
-COMMAND = re.compile(r"^`(fem [^`]*)` on ", re.MULTILINE)
+COMMAND = re.compile(r"^`((?:fem|make|python) [^`]*)` on ", re.MULTILINE)
 
 
 class Broken(Exception):
@@ -60,7 +60,7 @@ def add_run(run: Path, output: Path) -> None:
     except KeyError as missing:
         raise Broken(f"{str(run)!r} was made by another version: it has no {missing}") from missing
     if not files:
-        raise Broken(f"{str(run)!r} has no trainings: a run of {config['experiment']!r}")
+        raise Broken(f"{str(run)!r} has no trainings for the record: a run of {config['experiment']!r}")
 
 
 def add_runs(runs: Sequence[Path] | None, output: Path) -> int:

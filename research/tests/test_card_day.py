@@ -1,5 +1,6 @@
 """The slices that wait for a card, in miniature: the text's bytes, trainings that stop and go on, cells."""
 
+import csv
 import io
 import json
 import lzma
@@ -24,7 +25,10 @@ from fem_research.card_day.__main__ import app
 from fem_research.card_day.recipe import ROWS, TrainingRecipe
 from fem_research.common.mixers import canonical
 from fem_research.common.names import display
+from fem_research.record import append
+from fem_research.report import add_runs
 
+MADE = {"hardware": {"processor": "a CPU", "threads": 1, "gpus": []}, "versions": {"python": "3"}, "date": "2026"}
 WORDS = ["int", "return", "static", "void", "struct", "device", "if", "(ret)", "goto", "err;", "}", "{\n\t", "0;\n"]
 
 
@@ -286,14 +290,16 @@ def test_long_contexts_and_table7_go_on_where_they_stopped(tmp_path):
     )
     first = long.run(recipe, tmp_path, minutes=0.0)
     assert first["cells"] == []
-    assert not (tmp_path / "long.json").exists()
+    assert not (tmp_path / "results.json").exists()
     found = long.run(recipe, tmp_path)
     assert found["finished"]
     assert len(found["cells"]) == 12
     assert long.run(recipe, tmp_path) == found
     assert {row["train ms ratio"] for row in long.table(found) if row["mixer"] == "attention"} == {"1.00"}
-    with pytest.raises(ValueError, match="another recipe"):
+    with pytest.raises(ValueError, match="output must hold cells of this recipe"):
         long.run(replace(recipe, layers=2), tmp_path)
+    with pytest.raises(ValueError, match="output must not hold another experiment"):
+        table7.run(table7.Table7Recipe(), tmp_path)
 
     recipe = table7.Table7Recipe(
         mixers=("attention", "FEM", "RWKV7"),
@@ -305,7 +311,7 @@ def test_long_contexts_and_table7_go_on_where_they_stopped(tmp_path):
         layers=1,
         seconds=0.0,
     )
-    found = table7.run(recipe, tmp_path)
+    found = table7.run(recipe, tmp_path / "table7")
     rows = table7.table(found)
     assert [(row["mixer"], row["dtype"]) for row in rows][:2] == [("attention", "bfloat16"), ("FEM", "bfloat16")]
     assert rows[1]["paper's train ratio"] == "1.26"
@@ -319,3 +325,56 @@ def test_the_slice_of_mad_is_a_sweep_of_its_rows(tmp_path):
     result = CliRunner().invoke(app, ["mad", "--output", str(tmp_path), *rows])
     assert result.exception is None
     assert (tmp_path / "results.json").exists()
+
+
+def record(tmp_path, run, file):
+    add_runs([run], tmp_path / "record")
+    with open(tmp_path / "record" / f"{file}.csv", newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def test_a_slice_of_layers_is_a_run_that_joins_the_record(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "card_layers"
+    options = ["--mixers", "softmax;softmax+LTG/r4", "--modes", "eager", "--lengths", "16", "--tokens", "32"]
+    options += ["--width", "32", "--heads", "2", "--seconds", "0", "--output", str(run)]
+    monkeypatch.setattr("sys.argv", ["card_day", "layers", *options])
+    assert CliRunner().invoke(app, ["layers", *options]).exception is None
+    cells = json.loads((run / "results.json").read_text())["cells"]
+    rows = record(tmp_path, run, "cost")
+    assert [row["mixer"] for row in rows] == ["attention", "attention+LTG/r4"]
+    assert [float(row["train_ms"]) for row in rows] == [1e3 * cell["train"]["seconds"] for cell in cells]
+    said = {"run": "card_layers", "mode": "eager", "device": "cpu", "dtype": "bfloat16", "n_embd": "32", "batch": "2"}
+    assert said.items() <= rows[0].items()
+    assert all(row["token_ms"] and row["machine"] and row["date"] and not row["note"] for row in rows)
+    assert rows[0]["command"].startswith("make card-day SLICE=layers ARGS='--mixers ")
+    assert rows[0]["command"].endswith("--output card_layers'")  # without the folders of the machine
+
+
+def test_cells_that_fail_say_so_in_the_record(tmp_path):
+    recipe = {"width": 8, "heads": 2, "batch": 1, "time": 4, "layers": 1, "device": "cuda"}
+    cell = {"mixer": "attention", "dtype": "float32", "mode": "eager", "parameters": 9, "tokens": 4}
+    cell |= {"forward": {"seconds": 0.5}, "train": {"failed": "OutOfMemoryError: too little"}}
+    config = {"experiment": "card_table7", "recipe": recipe, "driver": "1.2", "code": "abc"} | MADE
+    append(tmp_path, "run", "make card-day SLICE=table7", config, {"cells": [cell]})
+    with open(tmp_path / "cost.csv", newline="") as opened:
+        (row,) = csv.DictReader(opened)
+    assert (row["forward_ms"], row["note"]) == ("500.0", "train failed: OutOfMemoryError: too little")
+    assert (row["machine"], row["code"]) == ("a CPU, threads: 1, driver 1.2", "abc")
+
+
+@pytest.mark.slow
+def test_trainings_that_have_ended_join_the_record_with_their_losses(tokens, tmp_path, monkeypatch):
+    short = replace(TINY, tokens=2 * 128, validations=1)
+    run = tmp_path / "train"
+    training.run([replace(short, mixer="softmax"), short], tokens, run)
+    training.train(replace(short, seed=1), tokens, run, deadline=0.0)  # stopped after a step: no row
+    assert CliRunner().invoke(app, ["table", "--output", str(run)]).exception is None
+    losses = [
+        one["held_out_loss"] for one in json.loads((run / "results.json").read_text())["trainings"] if one["finished"]
+    ]
+    rows = record(tmp_path, run, "language")
+    assert sorted(float(row["score"]) for row in rows) == sorted(losses)
+    assert {row["mixer"] for row in rows} == {"attention", "FEM/r4"}
+    assert {(row["task"], row["seed"], row["tokens"]) for row in rows} == {("linux sources", "0", "256")}
+    curves = record(tmp_path, run, "language_curves")
+    assert {(row["mixer"], row["step"]) for row in curves} >= {("attention", "2"), ("FEM/r4", "2")}

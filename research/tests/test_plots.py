@@ -12,6 +12,8 @@ from fem_research.common.plots import Panel, dots, learning_curves
 def test_curves_and_dots_are_written(tmp_path):
     series = {"FEM": [([0, 1], [1.0, 0.5]), ([0, 1], [1.1, 0.6])], "other": [([0, 1], [1.0, 0.9])]}
     learning_curves(tmp_path / "curves.png", "title", [Panel("loss", "step", series)] * 2, {"FEM": "#1f5fbf"})
+    height, width, _ = imread(tmp_path / "curves.png").shape
+    assert height > width  # a phone shows panels one below the other at a size that can be read
     scores = {str(number): {"FEM": [number]} for number in range(6)}
     dots(tmp_path / "six.png", "title", scores, {})
     assert imread(tmp_path / "six.png").shape[1] < 1200  # pixels that a page has room for

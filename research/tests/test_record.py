@@ -24,7 +24,7 @@ def test_every_row_says_what_was_run_and_where(name):
 
 
 def test_an_experiment_without_trainings_adds_nothing(tmp_path):
-    assert append(tmp_path, "demo", "fem demo", {"experiment": "demo"}, {}) == []
+    assert append(tmp_path, "inspect", "fem inspect", {"experiment": "inspect"}, {}) == []
     assert not list(tmp_path.iterdir())
 
 
@@ -40,3 +40,16 @@ def test_times_stand_in_the_record_in_milliseconds_under_the_names_that_are_type
     assert rows.keys() == {"attention", "FEM/r32"}
     assert (rows["attention"]["train_ms"], rows["FEM/r32"]["train_ms"]) == ("1000.0", "2000.0")
     assert (rows["attention"]["mode"], rows["FEM/r32"]["mode"]) == ("torch's layer", "")
+
+
+def test_the_demo_s_language_models_join_the_record_with_their_curves(tmp_path):
+    recipe = {"seed": 3, "steps": 2, "batch_size": 4, "context": 8, "layers": 1, "mlp_width": 8, "vocabulary": 300}
+    found = {"val_losses": [5.5], "parameters": 9, "tokens_per_second": 2.0}
+    curves = {"fem": [[{"step": 2, "seconds": 1.5, "val_loss": 5.5}]]}
+    results = {"lm": {"fem": found}, "lm_curves": curves, "curves": {"fem": [[{"step": 0, "hits": 0.5}]]}}
+    config = {"experiment": "demo", "recipe": recipe, "hardware": {"processor": "a CPU", "threads": 1, "gpus": []}}
+    paths = append(tmp_path, "demo", "fem demo", config | {"versions": {"python": "3"}, "date": "2026"}, results)
+    assert [path.name for path in paths] == ["language.csv", "language_curves.csv"]
+    (row,), (point,) = (list(csv.DictReader(path.read_text().splitlines())) for path in paths)
+    assert (row["mixer"], row["seed"], row["score"], row["tokens"]) == ("FEM", "3", "5.5", "64")
+    assert (point["step"], point["loss"], point["seconds"]) == ("2", "5.5", "1.5")

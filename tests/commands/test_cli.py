@@ -13,7 +13,7 @@ from command_line import fem
 from torch.distributed import TCPStore
 from typer.testing import CliRunner
 
-from fem import __version__, cli, extras, provenance
+from fem import __version__, cli, doctor, extras, provenance
 from fem.commands import train as train_command
 from fem.doctor import card
 from fem.plots import channel_readings
@@ -86,7 +86,7 @@ def test_options_change_the_chosen_recipe_and_nothing_else(monkeypatch, tmp_path
         (["argmax", "--heads", "7"], "error: --heads must divide --channels = 64, got --heads = 7.\n"),
         (["argmax", "--steps", "0"], "error: --steps must be positive, got 0.\n"),
         (["doctor", "--gpu", "--only", "x"], f"error: --only must be from {', '.join(card.steps())}; got 'x'.\n"),
-        (["doctor", "--only", "x"], "error: --only needs --gpu, whose steps it names, got 'x' without.\n"),
+        (["doctor", "--only", "x"], "error: --only needs --gpu, whose steps it names, got 'x' without --gpu.\n"),
         (["demo", "--seeds", "0"], "error: --seeds must be positive, got 0.\n"),
         (["finetune", "--context", "0"], "error: --context must be positive, got 0.\n"),
         (["finetune", "--vocabulary", "0"], "error: --vocabulary must be positive, got 0.\n"),
@@ -212,11 +212,13 @@ def test_extras_are_those_of_the_distribution():
     assert not any("free-energy-mixer" in packages for packages in found.values())
 
 
-def test_doctor_tells_versions_devices_and_packages():
+def test_doctor_tells_versions_devices_and_packages(monkeypatch):
+    monkeypatch.setattr(doctor, "extras", lambda: {"lm": ["torch", "transformers"], "gpu": ["torch", "not-there"]})
     shown = CliRunner().invoke(cli.app, ["doctor"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
-    for word in ("torch", "cpu", "because", "transformers", "torch.compile"):
+    for word in ("torch", "cpu", "because", "torch.compile", "missing not-there: pip install '.[gpu]'"):
         assert word in shown.output
+    assert re.search(r"lm +│ +2 │ installed", shown.output)
 
 
 WRITERS = [name for name in cli.commands() if name not in ("generate", "plan")]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fem.provenance import PAGE, provenance
 from fem.recipes import listed
+from fem.tables import markdown_table, show_table
 from fem_research.card_day.recipe import ROWS, TrainingRecipe
 from fem_research.common.mixers import numbers
+from fem_research.runs.run import without_folders
+from fem_research.runs.tables import write_page
 
 HERE = Path("runs/card_day")
 PACKED, TOKENS = HERE / "packed", HERE / "tokens"
@@ -17,6 +24,14 @@ MAD_ROWS = "attention,attention+C,attention+CL,attention+CLT,FEM,GLA,FEM-GLA"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 Output = Annotated[Path, typer.Option(help="Folder of the results.")]
+
+
+def page(output: Path, slice_: str, rows: Sequence[Mapping]) -> None:
+    """The page of a slice's run, which ends with its command; `fem report` adds the run to the record."""
+    given = [without_folders(word) for word in sys.argv[2:]]
+    command = f"make card-day SLICE={slice_}" + (f" ARGS={shlex.quote(shlex.join(given))}" if given else "")
+    write_page(output, f"A day with a card: {slice_}", markdown_table(rows), provenance(command))
+    show_table(slice_, rows, str(output / PAGE))
 
 
 def by_semicolons(text: str) -> tuple[str, ...]:
@@ -120,6 +135,7 @@ def train(
             training.warm(recipes, vocabulary)
         else:
             training.run(recipes, tokens, output, minutes)
+            table(output)
     except Paused as stopped:
         note(f"{stopped}; the same command goes on.")
         raise SystemExit(stopped.code) from None
@@ -127,12 +143,10 @@ def train(
 
 @app.command()
 def table(output: Output = HERE / "train") -> None:
-    """Write the table of the trainings: losses at equal tokens and at equal time, speed, memory."""
-    from fem.tables import show_table
+    """Write the page of the trainings, as `train` does at its end: losses at equal tokens and time, speed, memory."""
     from fem_research.card_day import table as slice_
 
-    shown = ("mixer", "loss", "the same at equal time", "ms a step", "MFU")
-    show_table("Trainings", [{name: row[name] for name in shown} for row in slice_.write(output)])
+    page(output, "train", slice_.write(output))
 
 
 @app.command()
@@ -149,7 +163,6 @@ def layers(
 ) -> None:
     """One layer's steps: eager, compiled, replayed from a CUDA graph, and without the fused kernels."""
     from fem_research.card_day import layers as slice_
-    from fem_research.runs.tables import write_table
 
     recipe = slice_.LayersRecipe(
         mixers=by_semicolons(mixers) or slice_.MIXERS,
@@ -160,7 +173,7 @@ def layers(
         heads=heads,
         seconds=seconds,
     )
-    write_table(output, "layers", slice_.table(slice_.run(recipe, output, minutes)))
+    page(output, "layers", slice_.table(slice_.run(recipe, output, minutes)))
 
 
 @app.command()
@@ -178,7 +191,6 @@ def long(
 ) -> None:
     """Prefill and train step at long contexts, beside attention's; the same command goes on."""
     from fem_research.card_day import long as slice_
-    from fem_research.runs.tables import write_table
 
     recipe = slice_.LongRecipe(
         lengths=tuple(map(int, numbers("lengths", lengths))),
@@ -190,7 +202,7 @@ def long(
         seconds=seconds,
         compile=compile,
     )
-    write_table(output, "long", slice_.table(slice_.run(recipe, output, minutes)))
+    page(output, "long", slice_.table(slice_.run(recipe, output, minutes)))
 
 
 @app.command()
@@ -211,12 +223,11 @@ def table7(
 ) -> None:
     """The paper's Table 7 on this card; the same command goes on."""
     from fem_research.card_day import table7 as slice_
-    from fem_research.runs.tables import write_table
 
     sizes = {"batch": batch, "time": time, "width": width, "heads": heads, "layers": layers, "seconds": seconds}
     names = by_semicolons(mixers) or slice_.MIXERS
     recipe = slice_.Table7Recipe(mixers=names, dtypes=tuple(listed(dtypes)), modes=tuple(listed(modes)), **sizes)
-    write_table(output, "table7", slice_.table(slice_.run(recipe, output, minutes)))
+    page(output, "table7", slice_.table(slice_.run(recipe, output, minutes)))
 
 
 @app.command()

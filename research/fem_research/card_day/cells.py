@@ -1,4 +1,4 @@
-"""Measurements in cells: each has a record in one JSON, which is written after every cell, so that a stop loses one."""
+"""Measurements in cells: results.json of a run's folder, written after every cell, so that a stop loses one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from fem.provenance import note, read_json, write_json
+from fem.provenance import CONFIG, RESULTS, check_output, note, read_json, write_json
 from fem_research.card_day.facts import circumstances_of_card
 from fem_research.common.measure import Step, cpu_growth, cpu_seconds, gpu_seconds
 
@@ -56,18 +56,29 @@ def failed(error: Exception) -> dict:
 
 
 def run(
-    file: Path, recipe: Mapping, keys: Sequence[Key], cell: Callable[[Key], dict], minutes: float, names: Sequence[str]
+    folder: Path,
+    experiment: str,
+    recipe: Mapping,
+    keys: Sequence[Key],
+    cell: Callable[[Key], dict],
+    minutes: float,
+    names: Sequence[str],
 ) -> dict:
-    """The record of every key, in order, until the time is over; those that the file holds are kept.
+    """The cell of every key, in order, until the time is over; those that the folder holds are kept.
 
-    recipe: what all cells share; a file with another one raises ValueError. names: of the parts of a key. Returns what
-    the file holds.
+    recipe: what all cells share; a folder with another one raises ValueError. names: of the parts of a key. Returns
+    what results.json holds.
     """
     deadline = time.monotonic() + 60 * minutes
-    found = read_json(file) or {"recipe": dict(recipe), "cells": []} | circumstances_of_card()
-    if found["recipe"] != recipe:
-        raise ValueError(f"{str(file)!r} holds cells of another recipe; give another output.")
-    file.parent.mkdir(parents=True, exist_ok=True)
+    check_output(folder, experiment)
+    config = read_json(folder / CONFIG) or {"experiment": experiment, "recipe": dict(recipe)} | circumstances_of_card()
+    if config["recipe"] != recipe:
+        raise ValueError(
+            f"output must hold cells of this recipe, got {str(folder)!r} with those of another; choose another."
+        )
+    found = read_json(folder / RESULTS) or {"cells": []}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / CONFIG, config)
     for key in keys:
         there = {tuple(one[name] for name in names) for one in found["cells"]}
         if key in there:
@@ -79,7 +90,7 @@ def run(
             one = dict(zip(names, key)) | cell(key)
         found["cells"].append(one)
         found["finished"] = there | {key} >= set(keys)
-        write_json(file, found)
+        write_json(folder / RESULTS, found)
         note(f"{', '.join(map(str, key))}: {in_words(one)}")
         gc.collect()
         torch.cuda.empty_cache()

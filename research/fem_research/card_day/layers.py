@@ -27,6 +27,7 @@ MIXERS = (TORCH, "softmax", "softmax+LTG", "softmax+LTG/r64", "softmax+LTG/r64/s
 MODES = ("eager", "compiled", "captured", "eager, not fused")
 STEPS = ("forward", "train", "token")
 NAMES = ("mixer", "mode", "time")
+EXPERIMENT = "card_layers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +124,10 @@ def kept(work: Workload) -> int:
 
 
 def run(recipe: LayersRecipe, output: Path, minutes: float = float("inf")) -> dict:
-    """All cells, until the time is over; returns what layers.json holds. A CPU captures nothing."""
+    """All cells, until the time is over; returns what results.json holds. A CPU captures nothing."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shared = {name: value for name, value in asdict(recipe).items() if name not in ("mixers", "modes", "lengths")}
+    shared |= {"device": device.type}
     modes = [mode for mode in recipe.modes if device.type == "cuda" or mode != "captured"]
     keys = [
         (mixer, mode, time)
@@ -134,7 +136,7 @@ def run(recipe: LayersRecipe, output: Path, minutes: float = float("inf")) -> di
         for mixer in recipe.mixers
         if mixer != TORCH or mode != "eager, not fused"
     ]
-    return cells.run(output / "layers.json", shared, keys, lambda key: cell(*key, recipe, device), minutes, NAMES)
+    return cells.run(output, EXPERIMENT, shared, keys, lambda key: cell(*key, recipe, device), minutes, NAMES)
 
 
 def table(found: Mapping) -> list[dict]:

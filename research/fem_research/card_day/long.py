@@ -1,7 +1,6 @@
 """The slice `long`: prefill and train step of one layer and of a small model at long contexts, beside attention's.
 
-Each cell (part, mixer, tokens) has its own record in one JSON, which is written after every cell; the same command
-goes on with the cells that are missing.
+A cell is (part, mixer, tokens). The same command goes on with the cells that are missing.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from fem_research.common.names import display
 ATTENTION = "attention"  # as a layer torch's own; as a model, FEM's with all its parts off
 MIXERS = (ATTENTION, "softmax+CLTG/r64", "softmax+CLTG", "softmax+LTG/r64/s.5", "gla", "gla+LTG/r64")
 PARTS = ("layer", "model")
+EXPERIMENT = "card_long"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def _count(module: nn.Module) -> int:
 
 
 def cell(part: str, mixer: str, length: int, recipe: LongRecipe, device: torch.device) -> dict:
-    """What a prefill and a train step of this mixer take."""
+    """Time and memory of a prefill and a train step of this mixer."""
     try:
         prefill, train, parameters = steps_of(part, mixer, length, recipe, device)
     except torch.OutOfMemoryError as error:
@@ -118,12 +118,13 @@ def cell(part: str, mixer: str, length: int, recipe: LongRecipe, device: torch.d
 
 
 def run(recipe: LongRecipe, output: Path, minutes: float = float("inf")) -> dict:
-    """All cells, short contexts first, until the time is over; returns what long.json holds."""
+    """All cells, short contexts first, until the time is over; returns what results.json holds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shared = {name: value for name, value in asdict(recipe).items() if name not in ("lengths", "mixers", "parts")}
+    shared |= {"device": device.type}
     keys = [(part, mixer, tokens) for part in recipe.parts for tokens in recipe.lengths for mixer in recipe.mixers]
     return cells.run(
-        output / "long.json", shared, keys, lambda key: cell(*key, recipe, device), minutes, ("part", "mixer", "tokens")
+        output, EXPERIMENT, shared, keys, lambda key: cell(*key, recipe, device), minutes, ("part", "mixer", "tokens")
     )
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fem.provenance import read_json
+from fem.provenance import CONFIG, RESULTS, read_json, write_json
+from fem_research.card_day.facts import circumstances_of_card
 from fem_research.common.names import display
 from fem_research.runs.tables import write_table
 
@@ -55,7 +56,7 @@ def _order(record: dict) -> tuple:
 
 
 def _is_base(other: dict, record: dict) -> bool:
-    """Whether `other` is attention's finished training of the same size, tokens and seed."""
+    """True if `other` is attention's finished training of the same size, tokens and seed."""
     same = ("tokens", "seed", "width", "layers", "context", "batch")
     mine, theirs = record["recipe"], other["recipe"]
     ends = other["finished"] and other["step_seconds"] and other["hardware"]["gpus"] == record["hardware"]["gpus"]
@@ -77,7 +78,10 @@ def at_equal_time(record: dict, base: dict) -> float | None:
 
 
 def write(folder: Path) -> list[dict]:
-    """Write trainings.csv and trainings.md beside the records; returns the rows."""
-    rows = table(trainings(folder))
+    """Write trainings.csv and trainings.md beside the records, and what `fem report` reads; returns the rows."""
+    found = trainings(folder)
+    rows = table(found)
     write_table(folder, "trainings", rows)
+    write_json(folder / CONFIG, {"experiment": "card_train", "recipe": {}} | circumstances_of_card())
+    write_json(folder / RESULTS, {"trainings": found})
     return rows

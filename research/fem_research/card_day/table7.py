@@ -22,6 +22,7 @@ BASELINE = "attention"
 OURS = ("attention", "attention+LTG", "FEM", "attention+LTG/r32", "FEM/r32", "attention+LTG/r32/s.5")
 MIXERS = tuple(dict.fromkeys([*OURS, "GLA", "GLA+LTG", "FEM-GLA", *TABLE7]))
 NAMES = ("mixer", "dtype", "mode")
+EXPERIMENT = "card_table7"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +60,16 @@ def cell(mixer: str, dtype: str, mode: str, recipe: Table7Recipe, device: torch.
 
 
 def run(recipe: Table7Recipe, output: Path, minutes: float = float("inf")) -> dict:
-    """All cells of mixers whose library is here, until the time is over; returns what table7.json holds."""
+    """All cells of mixers whose library is here, until the time is over; returns what results.json holds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shared = {name: value for name, value in asdict(recipe).items() if name not in ("mixers", "dtypes", "modes")}
+    shared |= {"device": device.type}
     here = [mixer for mixer in recipe.mixers if mixer not in BASELINES or available(mixer, device)]
     keys = [(mixer, dtype, mode) for dtype in recipe.dtypes for mode in recipe.modes for mixer in here]
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if recipe.tf32 else "highest")
     try:
-        return cells.run(output / "table7.json", shared, keys, lambda key: cell(*key, recipe, device), minutes, NAMES)
+        return cells.run(output, EXPERIMENT, shared, keys, lambda key: cell(*key, recipe, device), minutes, NAMES)
     finally:
         torch.set_float32_matmul_precision(before)
 

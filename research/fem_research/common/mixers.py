@@ -68,7 +68,7 @@ PUBLISHED = {f"fla:{baseline.layer}": name for name, baseline in BASELINES.items
 
 
 def available(name: str, device) -> bool:
-    """Whether a baseline can run here: its library is installed and the device is a GPU."""
+    """True if a baseline can run here: its library is installed and the device is a GPU."""
     module = BASELINES[name].module
     parts = (module.partition(".")[0], module)  # fla-core has the package fla, and no fla.layers
     return device.type == "cuda" and all(find_spec(part) is not None for part in parts)

@@ -28,13 +28,14 @@ class Panel:
 
 
 def learning_curves(path: Path, title: str, panels: Sequence[Panel], colours: Colours) -> None:
-    """One line per run in each panel, side by side, and one key for all panels.
+    """One line per run in each panel, one below the other as a phone shows them, and one key below all panels.
 
     Names with options, such as "FEM/r8", have their mixer's colour: their lines are dashed, with two options dotted.
     """
-    with picture(path, title, 4.0 * len(panels) + 1.5, 3.1) as figure:
+    names = dict.fromkeys(name for panel in panels for name in panel.series)
+    with picture(path, title, 5.0, 2.5 * len(panels) + 0.1 * len(names) + 0.5) as figure:
         key = {}
-        for axes, panel in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels):
+        for axes, panel in zip(np.atleast_1d(figure.subplots(len(panels), 1)), panels):
             for name, lines in panel.series.items():
                 look = {"color": colours.get(name, GREY), "linestyle": ("-", "--", ":")[min(name.count("/"), 2)]}
                 for x, y in lines:
@@ -46,8 +47,8 @@ def learning_curves(path: Path, title: str, panels: Sequence[Panel], colours: Co
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter(LogFormatter())
                 axes.yaxis.set_minor_formatter(LogFormatter())
-            axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        figure.legend(key.values(), key.keys(), loc="outside right center")
+            axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
+        figure.legend(key.values(), key.keys(), loc="outside lower center", ncols=2)
 
 
 def dots(

@@ -39,7 +39,7 @@ class Watch(TrainerCallback):
 
 
 def validations(history: list[dict]) -> list[Score]:
-    """Of the Trainer's log, every validation: {"step", "seconds", "val_loss" and the like}."""
+    """Every validation in the Trainer's log: {"step", "seconds", "val_loss" and the like}."""
     return [
         {name: line[name] for name in ("step", "seconds")}
         | {SCORES[name]: line[name] for name in SCORES if name in line}

@@ -125,7 +125,7 @@ def evaluate(
 
 
 def _needs_own_tasks(recipe: EvalRecipe) -> bool:
-    """Whether the harness's own tasks are needed, for a group of one's own too: to load their list takes seconds."""
+    """True if the harness's own tasks are needed, for a group of one's own too: to load their list takes seconds."""
     if recipe.suite is not None or recipe.include_path is None:
         return True
     files = {path.stem: path for path in Path(recipe.include_path).rglob("*.yaml")}

@@ -30,9 +30,9 @@ def run(recipe: NaturalRecipe, output: Path, workers: int | None = None) -> dict
     check_output(output, "natural", recipe)
     files = {name: digest(name, recipe.data) for name in recipe.set_names}
     label = {name: bags(name, recipe.data).label.tolist() for name in recipe.set_names}
-    for name, of_set in label.items():
-        if recipe.folds > len(of_set):
-            raise ValueError(f"folds must be at most {len(of_set)}, the bags of {name}, got {recipe.folds}.")
+    for name, labels in label.items():
+        if recipe.folds > len(labels):
+            raise ValueError(f"folds must be at most {len(labels)}, the bags of {name}, got {recipe.folds}.")
     train_all = partial(sweep, train=partial(train, folder=recipe.data), workers=workers)
     found = {}
     with progress() as bars:
@@ -40,7 +40,7 @@ def run(recipe: NaturalRecipe, output: Path, workers: int | None = None) -> dict
             grid = Grid(output / RUNS, train_all, bars, f"natural: {name}")
             found[name] = grid.records(recipe.jobs(name, files[name]))
     scores = {name: summaries(records, recipe) for name, records in found.items()}
-    floors = {name: max(Counter(of_set).values()) / len(of_set) for name, of_set in label.items()}
+    floors = {name: max(Counter(labels).values()) / len(labels) for name, labels in label.items()}
     overview = [
         {"pool": display(row)} | {name: mean(rows[row]["accuracy"]) for name, rows in scores.items()}
         for row in recipe.rows
@@ -63,17 +63,17 @@ def summaries(records: list[dict], recipe: NaturalRecipe) -> dict[str, dict]:
     paired by bags, and the rates that folds took."""
     pools: dict[str, dict] = {}
     for row in recipe.rows:
-        of_pool = [record for record in records if record["job"]["pool"] == row]
+        pool_records = [record for record in records if record["job"]["pool"] == row]
         answers = pd.concat(
-            pd.DataFrame({"seed": r["job"]["seed"], "bag": r["bags"], "right": r["right"]}) for r in of_pool
+            pd.DataFrame({"seed": r["job"]["seed"], "bag": r["bags"], "right": r["right"]}) for r in pool_records
         )
         pools[row] = {
             "accuracy": answers.groupby("seed").right.mean().tolist(),
             "right": answers.groupby("bag").right.mean().tolist(),
-            "loss": mean(record["curve"][-1]["loss"] for record in of_pool),
-            "rates": dict(sorted(Counter(f"{record['learning_rate']:g}" for record in of_pool).items())),
-            "parameters": of_pool[0]["parameters"],
-            "seconds": round(sum(record["seconds"] for record in of_pool), 1),
+            "loss": mean(record["curve"][-1]["loss"] for record in pool_records),
+            "rates": dict(sorted(Counter(f"{record['learning_rate']:g}" for record in pool_records).items())),
+            "parameters": pool_records[0]["parameters"],
+            "seconds": round(sum(record["seconds"] for record in pool_records), 1),
             "over": None,
         }
     for row in pools.keys() - {REFERENCE} if REFERENCE in pools else ():

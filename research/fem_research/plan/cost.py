@@ -29,12 +29,12 @@ def memory(job: Job) -> dict[str, int]:
     config = config_of(job.size, job.form)
     block = sum(w.count for w in held if w.name.startswith("model.layers.0."))
     ends = sum(w.count for w in held if not w.name.startswith("model.layers."))
-    of_block, of_input = kept(job.size, job.form)
+    block_bytes, input_bytes = kept(job.size, job.form)
     layers = config.num_hidden_layers
     whole = 10 * config.hidden_size  # bytes a token: residual stream, two norms' inputs and outputs, in bfloat16
-    of_block = whole + (of_block - whole) // job.tensor
+    block_bytes = whole + (block_bytes - whole) // job.tensor
     tokens = job.here
-    activations = tokens * (layers * of_input + of_block if job.recompute else layers * of_block)
+    activations = tokens * (layers * input_bytes + block_bytes if job.recompute else layers * block_bytes)
     return {
         "weights": 4 * shard,
         "optimiser": 8 * shard,
@@ -111,7 +111,7 @@ def messages(job: Job) -> dict[str, int]:
 
 
 def wires(job: Job) -> dict[str, str]:
-    """By which wire each kind of `messages` goes: the slowest that its group of GPUs needs."""
+    """The wire of each kind of `messages`: the slowest that its group of GPUs needs."""
     spans = dict.fromkeys(("all-gather", "reduce-scatter"), job.gpus)
     spans |= {"all-reduce": job.tensor, "rows": job.tensor * job.rows_over}
     return {kind: "NVLink" if span <= NODE else "network" for kind, span in spans.items()}
@@ -152,10 +152,10 @@ def prediction(job: Job) -> dict[str, float]:
     held = weights(job.size, job.form, job.tensor)
     tokens = job.tokens / job.gpus
     arithmetic = tokens * flops_per_token(job) * (4 / 3 if job.recompute else 1) / card.flops
-    of_block, _ = kept(job.size, job.form)
+    block_bytes, _ = kept(job.size, job.form)
     layers = config_of(job.size, job.form).num_hidden_layers
     moved = job.passes * 3 * 2 * sum(w.count for w in held) + 2 * 16 * sum(w.shard(job.shards) for w in held)
-    moved += job.passes * job.here * layers * of_block // job.tensor * 2 * (2 if job.recompute else 1)
+    moved += job.passes * job.here * layers * block_bytes // job.tensor * 2 * (2 if job.recompute else 1)
     memory_time = moved / card.bandwidth
     ring = lambda n: (n - 1) / n  # noqa: E731
     fsdp = (sent["all-gather"] + sent["reduce-scatter"]) * ring(job.shards) / _link(job, job.gpus)

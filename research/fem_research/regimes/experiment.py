@@ -34,7 +34,7 @@ def tests(records: list[dict]) -> list[float]:
 
 
 def lead(row: str, rows: dict[str, list[dict]]) -> dict | None:
-    """By how much the row is ahead, on the same seeds, of plain attention, or where that was not run of the same mixer
+    """The lead of the row, on the same seeds, over plain attention, or where that was not run over the same mixer
     with the paper's starts; None where neither was.
     """
     other = _attention(rows) or STARTS.sub("", row)

@@ -23,7 +23,7 @@ Stream = tuple[Float[Tensor, "n c"], Float[Tensor, " n"]]
 
 @functools.lru_cache(maxsize=1)
 def streams(path: str) -> dict[str, list[Stream]]:
-    """By split, the events of every airport and day in the order of time, and what is asked at each: 1 where the flight
+    """The events of every airport and day in the order of time, by split, and what is asked at each: 1 where the flight
     leaves late or not at all, 0 where it does not, NaN at departures.
 
     A flight is two events, the question an hour before its schedule and its departure, if there is one. An event is its
@@ -61,7 +61,9 @@ def streams(path: str) -> dict[str, list[Stream]]:
         if len(rows) >= TOKENS:
             found[split].append((x[rows.tolist()], answer[rows.tolist()]))
     if not all(found.values()):
-        raise ValueError(f"flights must have days of {TOKENS} events in every part of a month, got {path!r} without.")
+        raise ValueError(
+            f"flights must have days of {TOKENS} events in every part of a month, got {path!r} without such days."
+        )
     return found
 
 

@@ -314,7 +314,7 @@ def speeches(path: str) -> tuple[int, dict[str, list[Int[Tensor, " n"]]]]:
     speakers = sorted(said, key=lambda name: -len(said[name]))[:10]
     if len(speakers) < 10 or len(said[speakers[-1]]) < 10 * WORDS:
         told = f"play must have ten speakers of {10 * WORDS} words or more, named 'NAME:'"
-        raise ValueError(f"{told}, got {path!r} without.")
+        raise ValueError(f"{told}, got {path!r} without them.")
     ends = {name: [0, *(round(share * len(said[name])) for share in (0.6, 0.8, 1.0))] for name in speakers}
     frequent = Counter(word for name in speakers for word in said[name][: ends[name][1]]).most_common(1000)
     number = {word: index for index, (word, _) in enumerate(frequent)}

@@ -24,9 +24,9 @@ from rich.progress import (
     Progress,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from fem import provenance
 from fem.commands.options import called
@@ -147,17 +147,15 @@ class Lines(Progress):
 
 
 def progress() -> Progress:
-    """Steps, time taken and time left on standard error: a bar on a terminal, else a line per evaluation."""
+    """Steps and time left on standard error, at the end the time taken: a bar on a terminal, else a line per
+    evaluation. A line fits 80 columns, where no number is cut."""
     console = Console(stderr=True)
     if not console.is_terminal:
         return Lines(console=console, disable=True)
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
+        TextColumn("{task.description}", table_column=Column(overflow="fold")),
+        BarColumn(bar_width=12),
         MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("taken,"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
         console=console,
     )

@@ -1,4 +1,4 @@
-"""The free energy read: value, posterior, gain over the mean, second readout, weights of the interpolated read."""
+"""The free energy by its definition: value, posterior, gain over the mean, weights of the interpolated read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from fem.theory.rows import Along, PerRead, as_given, prepare
+from fem.theory.rows import Along, PerRead, as_given, checked_rows
 
 
 def free_energy(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
@@ -17,7 +17,7 @@ def free_energy(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
     Raises ValueError on a negative or NaN p or beta, on p that does not sum to 1 along dim (or to 0: no support), and
     on shapes that do not broadcast; TypeError unless p and v are floating-point tensors.
     """
-    rows, beta = prepare(p, v, dim, beta=beta)
+    rows, beta = checked_rows(p, v, dim, beta=beta)
     return as_given(rows.mean + rows.gain(beta), p, v)
 
 
@@ -28,7 +28,7 @@ def posterior(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
 
     Tokens stand along `dim`, as in p and v.
     """
-    rows, beta = prepare(p, v, dim, beta=beta)
+    rows, beta = checked_rows(p, v, dim, beta=beta)
     return as_given(rows.posterior(beta), p, v, dim)
 
 
@@ -39,7 +39,7 @@ def kl_gap(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
 
     Never negative; infinite at beta = inf unless v is constant on the support.
     """
-    rows, beta = prepare(p, v, dim, beta=beta)
+    rows, beta = checked_rows(p, v, dim, beta=beta)
     z = rows.exponents(beta)
     unbounded = beta.isinf() & (z != 0).any(-1)
     return as_given(torch.where(unbounded, math.inf, rows.kl_gap(beta)), p, v)
@@ -52,7 +52,7 @@ def posterior_mean(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
 
     It nears the largest value exponentially in beta, where F does so only like 1 / beta.
     """
-    rows, beta = prepare(p, v, dim, beta=beta)
+    rows, beta = checked_rows(p, v, dim, beta=beta)
     return as_given(rows.mean + (rows.posterior(beta) * rows.centred).sum(-1), p, v)
 
 
@@ -63,6 +63,6 @@ def effective_weights(p: Along, v: Along, lam: PerRead, beta_max: PerRead, dim: 
 
     Their average of v, (1 - lam) mean + lam E_q[v], is not u. lam in [0, 1].
     """
-    rows, lam, beta_max = prepare(p, v, dim, lam=lam, beta_max=beta_max)
+    rows, lam, beta_max = checked_rows(p, v, dim, lam=lam, beta_max=beta_max)
     lam = lam[..., None]
     return as_given((1 - lam) * rows.p + lam * rows.posterior(beta_max), p, v, dim)
