@@ -57,7 +57,7 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, *_MODULES])
+    return sorted({*globals(), *__all__, *_HOMES, *_MODULES})
 
 
 # fem.models registers the models with transformers' Auto classes, and the forecaster with NeuralForecast.

@@ -127,7 +127,10 @@ def _chosen(model: nn.Module, layers: list[int] | None, before: int | None) -> d
     chosen = [list(sites)[index] for index in sorted({index % len(sites) for index in wanted})]
     for path in chosen:
         if sites[path] is None:
-            raise ValueError(f"layers must not name what was replaced before, got {path or 'the model itself'!r}.")
+            raise ValueError(
+                f"model must hold its original attention, got {path or 'the model itself'!r}, which was replaced "
+                "before; load the original anew, or name the others by layers=[...]."
+            )
     return {path: sites[path] for path in chosen}
 
 
