@@ -22,6 +22,8 @@ BOTH = {
     "spikes of 300": {"spike": 300.0},
     "in pieces": {"pieces": PIECES},
     "documents in pieces": {"pieces": PIECES, "documents": True},
+    "both directions": {"causal": False, "masked": True},
+    "documents in both directions": {"causal": False, "documents": True},
 }
 CASES = {
     "channels": {
@@ -35,7 +37,6 @@ CASES = {
         "fast decays": {"decay": 20.0},
         "other free values": {"free": 6},
         "pieces without decay": {"name": "aft", "pieces": PIECES},
-        "both directions": {"causal": False, "masked": True},
     },
     "states": {
         "several kept states": {"time": 70},
