@@ -9,10 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.channel_scan.naive_channel_scan import naive_channel_scan_read
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.cells import by_prefixes, cell_step, zero_unseen
-from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, read_free
 from fem.ops.common.recurrence import recurrence
@@ -53,17 +51,13 @@ def channel_scan_read(
 def _channel_read(x, a, v, f, beta, *, call: ScanCall) -> Read | tuple[Read, dict[str, Tensor]]:
     """Of the d channels that v has, or f, or both."""
     backend = scan_backend(call.backend, v.device, compute_dtype(x, a, v, f), "triton")
-    values = f if v.shape[-1] == 0 else v
-    temperature = beta if beta.numel() else None
-    if backend == "reference" and 0 not in v.shape[:2]:
-        return by_definition(partial(naive_channel_scan_read, x, values, temperature, a), values.dtype, call)
-    terms, state = call.both_ways(partial(_channel_one_way, kernels=backend == "triton"), (x, a, v, f), beta)
+    terms, state = call.both_ways(partial(_channel_one_way, backend=backend), (x, a, v, f), beta)
     state = {name: part for name, part in state.items() if part.shape[-1]}
-    return call.result(terms, state, beta, values.dtype, temperature)
+    return call.result(terms, state, beta, v.dtype if v.shape[-1] else f.dtype, beta if beta.numel() else None)
 
 
 def _channel_one_way(
-    x, a, v, f, beta, tokens: Tokens, state, present: bool, kernels: bool
+    x, a, v, f, beta, tokens: Tokens, state, present: bool, backend: str
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     heads = v.shape[2]
@@ -71,12 +65,12 @@ def _channel_one_way(
     x, a, v, f = _weighed(x, a, v, f, tokens, present)
     inputs = ChannelInputs(x, a, v, f, beta.to(v.dtype).flatten())
     memory = memory_before(state, v, *((v.shape[0], 1, part.shape[-1]) for part in (x, v, f)))
-    if kernels and x.numel() and not (portable() or transformed(*inputs, *memory)):
+    if backend == "triton" and x.numel() and not (portable() or transformed(*inputs, *memory)):
         from fem.ops.channel_scan.channel_kernels import channels_by_kernels  # by Triton, which is not required
 
         terms, after = channels_by_kernels(memory, *inputs)
     else:
-        terms, after = CHANNEL_SCAN(memory, 0, inputs)
+        terms, after = CHANNEL_SCAN(memory, backend, inputs)
     by_heads = lambda part: part.unflatten(-1, (heads, part.shape[-1] // heads))  # noqa: E731
     return Terms(*map(by_heads, terms)), {name: by_heads(part.squeeze(1)) for name, part in after._asdict().items()}
 

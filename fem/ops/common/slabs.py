@@ -18,6 +18,8 @@ from fem.ops.common.recorded import recorded
 from fem.ops.common.steps import along_time, portable
 from fem.ops.common.transforms import again_differentiable, differentiated, transformed
 
+KERNELS, STATELESS = 1, 2  # of a call by kernels: whether its memory holds anything, or is wanted after it
+
 
 class SlabScan:
     """A scan of a named tuple of inputs: those up to f are along time, (B, T, ..), and others shared, beta the last.
@@ -70,17 +72,18 @@ class SlabScan:
         """Whether other inputs than the values ask for float64."""
         return False
 
-    def __call__(self, memory: Terms, kernels: int, x) -> tuple[Terms, Terms]:
+    def __call__(self, memory: Terms, backend: str, x, stateless: bool = False) -> tuple[Terms, Terms]:
         """What every token reads, and the memory after the last."""
+        kernels = 0 if backend != "triton" else STATELESS if stateless else KERNELS
         if 0 in x.v.shape[:2]:
             shapes = (y.shape for y in self._empty_results(x, memory, kernels)[:3])
             return Terms(*(connected_zeros(x.v, shape, *x, *memory) for shape in shapes)), memory
         with without_autocast(x.v.device):
             if portable():
                 return SlabScan.exact(self, memory, self._widened(x))
-            if x.v.shape[1] == 1 and not differentiated(*x, *memory):  # a kernel takes more launches, and waits
+            if x.v.shape[1] == 1 and not differentiated(*x, *memory):  # others take more launches, and wait
                 return self.step(memory, self._widened(x))
-            if transformed(*x, *memory):
+            if backend == "reference" or transformed(*x, *memory):
                 return self.exact(memory, self._widened(x))
             if self._at_once(kernels) and not torch.compiler.is_compiling():
                 if (found := self.slab(memory, kernels, x)) is not None:

@@ -11,19 +11,16 @@ from torch import Tensor
 
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.launch import by_kernels
-from fem.ops.common.naive_rows import by_definition
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import NO_WEIGHT, Read, Terms, log, read_free
 from fem.ops.common.scan import ScanCall, memory_before
-from fem.ops.common.slabs import SlabScan
+from fem.ops.common.slabs import STATELESS, SlabScan
 from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for, suspect
 from fem.ops.common.tokens import Tokens, filled
 from fem.ops.linear_attention.chunked import CHUNK, chunked
 from fem.ops.linear_attention.linear_log_space import LinearInputs, decay, linear_step
-from fem.ops.linear_attention.naive_linear_attention import naive_linear_attention_read
 
 TOKENS_AT_A_TIME = 2**12  # of a slab, over rows and heads: intermediate results fit the CPU's cache
-NEW_BY_KERNELS, STATED_BY_KERNELS = 1, 2  # of a call by kernels: whether its memory holds anything
 LARGE_FEATURE = 2.0**23  # and the inverse of a small one: from here on products of features are summed in float64
 
 
@@ -43,13 +40,9 @@ def linear_attention_read(
     log_weight (B, H, d_k), mean (B, H, d_k, d_v) and free_energy (B, H, d_k, d_f), in fp32 (float64 for float64).
     """
     backend = scan_backend(call.backend, v.device, compute_dtype(q, k, v, log_decay))
-    if backend == "reference" and 0 not in v.shape[:2]:
-        loops = partial(naive_linear_attention_read, q, k, v, beta, log_decay)
-        return by_definition(loops, v.dtype, call, free_values=free_values)
     f, rate = read_free(v, free_values, beta)
-    kernels = backend == "triton"
-    one_way = partial(_linear_one_way, kernels=kernels)
-    terms, state = call.both_ways(one_way, (q, k, v, f, log_decay), rate, widen=not kernels)
+    one_way = partial(_linear_one_way, backend=backend)
+    terms, state = call.both_ways(one_way, (q, k, v, f, log_decay), rate, widen=backend != "triton")
     return call.result(terms, state, rate, v.dtype, beta)
 
 
@@ -59,7 +52,7 @@ def by_kernels_of_fla(backend: str, x: Tensor) -> bool:
 
 
 def _linear_one_way(
-    q, k, v, f, log_decay, beta, tokens: Tokens, state, present: bool, kernels: bool
+    q, k, v, f, log_decay, beta, tokens: Tokens, state, present: bool, backend: str
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     q, k, v, f, g = _kept(q, k, v, f, log_decay, tokens)
@@ -68,8 +61,8 @@ def _linear_one_way(
         q, k, v, f = _delayed(q, k, v, f, g, tokens.start)
     cells = k.shape[0], *k.shape[2:]
     memory = memory_before(state, beta, (*cells, 1), (*cells, v.shape[-1]), (*cells, f.shape[-1]))
-    run = kernels and (NEW_BY_KERNELS if state is None else STATED_BY_KERNELS)
-    terms, after = LINEAR_SCAN(memory, run, LinearInputs(q, k, g, tokens.start, v, f, beta))
+    x = LinearInputs(q, k, g, tokens.start, v, f, beta)
+    terms, after = LINEAR_SCAN(memory, backend, x, stateless=state is None)
     return terms, after._replace(log_weight=after.log_weight.squeeze(-1))._asdict()
 
 
@@ -133,7 +126,7 @@ class _LinearScan(SlabScan):
             return self._in_chunks(memory, x)
         from fem.ops.linear_attention.kernel_read import kernel_read  # by Triton, which the library does not require
 
-        found = kernel_read(self.again, kernels == STATED_BY_KERNELS, memory, x)
+        found = kernel_read(self.again, kernels != STATELESS, memory, x)
         return None if found is None else (*found, 0)
 
     def size(self, x):

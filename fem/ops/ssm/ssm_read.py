@@ -11,21 +11,17 @@ from torch import Tensor
 
 from fem.ops.common.backend import found, scan_backend
 from fem.ops.common.launch import by_kernels
-from fem.ops.common.naive_rows import by_definition
-from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, log, read_free
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
-from fem.ops.common.slabs import SlabScan
+from fem.ops.common.slabs import STATELESS, SlabScan
 from fem.ops.common.sums import Sums, entering, leaving, looked_at, shift_for, suspect
 from fem.ops.common.tokens import Tokens, filled
-from fem.ops.ssm.naive_ssm import naive_ssm_read
 from fem.ops.ssm.ssm_log_space import SsmInputs, ssm_by_prefixes, ssm_step
 from fem.ops.ssm.state_scan import state_scan
 
 SLAB_STATES = 2**20  # of a slab's states, between borders that training keeps
 MOST_STATES = 256  # of a channel, which kernels take
 LEAST_SHIFT = -25.0  # of a row: rows below e^-60 of it are in doubt, before the gradient of D overflows
-OURS, STATELESS = 1, 2  # by our kernel; by any, as no state goes on
 
 Heads = Float[Tensor, "b t h d"]
 
@@ -64,29 +60,24 @@ def ssm_read(
 
 def _ssm_read(delta, A, B, C, D, v, f, beta, logs, *, call: ScanCall) -> Read | tuple[Read, dict[str, Tensor]]:
     """Of the d channels that v has, or f, or both."""
-    values = f if v.shape[-1] == 0 else v
-    temperature = beta if beta.numel() else None
-    if call.backend == "reference" and 0 not in v.shape[:2]:
-        return by_definition(partial(naive_ssm_read, delta, A, B, C, D, values, temperature), values.dtype, call)
     terms, state = ssm_terms(delta, A, B, C, D, v, f, beta, logs, call)
-    return call.result(terms, state, beta, values.dtype, temperature)
+    return call.result(terms, state, beta, v.dtype if v.shape[-1] else f.dtype, beta if beta.numel() else None)
 
 
 def ssm_terms(delta, A, B, C, D, v, f, beta, logs, call: ScanCall) -> tuple[Terms, dict[str, Tensor]]:
     """`ssm_read` as normalised terms with the logarithm of their total weight, and the state."""
-    dtype = compute_dtype(delta, A, B, C, D, v, f)
+    dtype = call.dtype(delta, A, B, C, D, v, f)
     backend = scan_backend(call.backend, v.device, dtype, "triton")
-    kernels = OURS if backend == "triton" and A.shape[-1] <= MOST_STATES else 0
-    if kernels and call.initial_state is None and not call.return_state:
-        kernels = STATELESS
+    backend = "plain" if backend == "triton" and A.shape[-1] > MOST_STATES else backend
+    stateless = call.initial_state is None and not call.return_state
     logs = logs or (log(x.to(dtype)) for x in (delta, B, C))
     along = (x.to(dtype) for x in (delta, *logs, v, f))
-    one_way = partial(_ssm_one_way, A.to(dtype), D.to(dtype), kernels)
+    one_way = partial(_ssm_one_way, A.to(dtype), D.to(dtype), backend, stateless)
     terms, state = call.both_ways(one_way, list(along), beta)
     return terms, {name: part for name, part in state.items() if part.shape[-1]}
 
 
-def _ssm_one_way(A, D, kernels: int, delta, log_delta, log_b, log_c, v, f, beta, tokens: Tokens, state, present: bool):
+def _ssm_one_way(A, D, backend, stateless, delta, log_delta, log_b, log_c, v, f, beta, tokens: Tokens, state, present):
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     heads, keep = v.shape[2], None if tokens.keep is None else tokens.keep.unsqueeze(-1)
     delta, log_delta, v, f = (x.flatten(2) for x in (delta, log_delta, v, f))
@@ -96,7 +87,7 @@ def _ssm_one_way(A, D, kernels: int, delta, log_delta, log_b, log_c, v, f, beta,
     a, skip = A.flatten(0, 1).T.contiguous(), D.flatten()
     x = SsmInputs(delta, log_delta, log_b, log_c, tokens.start, v, f, a, skip, beta.to(v.dtype).flatten())
     cells = ((v.shape[0], len(a), part.shape[-1]) for part in (delta, v, f))
-    terms, after = SSM_SCAN(memory_before(state, v, *cells), kernels, x if present else _before(x))
+    terms, after = SSM_SCAN(memory_before(state, v, *cells), backend, x if present else _before(x), stateless)
     if not present:
         terms = Terms(*(part[:, ::2] for part in terms))
     if keep is not None:  # a masked token does not even see itself through D
