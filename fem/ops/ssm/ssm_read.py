@@ -86,8 +86,8 @@ def _ssm_one_way(A, D, backend, stateless, delta, log_delta, log_b, log_c, v, f,
         log_delta, log_b, log_c = (torch.where(keep, x, -math.inf) for x in (log_delta, log_b, log_c))
     a, skip = A.flatten(0, 1).T.contiguous(), D.flatten()
     x = SsmInputs(delta, log_delta, log_b, log_c, tokens.start, v, f, a, skip, beta.to(v.dtype).flatten())
-    cells = ((v.shape[0], len(a), part.shape[-1]) for part in (delta, v, f))
-    terms, after = SSM_SCAN(memory_before(state, v, *cells), backend, x if present else _before(x), stateless)
+    memory = memory_before(state, v, *((v.shape[0], len(a), part.shape[-1]) for part in (delta, v, f)))
+    terms, after = SSM_SCAN(memory, backend, x if present else _before(x), stateless and present)
     if not present:
         terms = Terms(*(part[:, ::2] for part in terms))
     if keep is not None:  # a masked token does not even see itself through D
@@ -97,7 +97,8 @@ def _ssm_one_way(A, D, backend, stateless, delta, log_delta, log_b, log_c, v, f,
 
 
 def _before(x: SsmInputs) -> SsmInputs:
-    """Every token twice: one that decays what was before and reads it, and one that is added to it."""
+    """Every token twice: one that decays what was before and reads it, and one that is added to it, without a decay, as
+    mamba-ssm cannot."""
     twice = SsmInputs(*(y if n > 6 or y is None else y.repeat_interleave(2, 1) for n, y in enumerate(x)))
     adds = (torch.arange(twice.v.shape[1], device=x.v.device) % 2 == 1)[:, None]
     return twice._replace(
