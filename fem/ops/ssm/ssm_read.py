@@ -71,16 +71,16 @@ def ssm_terms(delta, A, B, C, D, v, f, beta, logs, call: ScanCall) -> tuple[Term
     backend = "plain" if backend == "triton" and A.shape[-1] > MOST_STATES else backend
     stateless = call.initial_state is None and not call.return_state
     logs = logs or (log(x.to(dtype)) for x in (delta, B, C))
-    along = (x.to(dtype) for x in (delta, *logs, v, f))
     one_way = partial(_ssm_one_way, A.to(dtype), D.to(dtype), backend, stateless)
-    terms, state = call.both_ways(one_way, list(along), beta)
+    terms, state = call.both_ways(one_way, (delta, *logs, v, f), beta)
     return terms, {name: part for name, part in state.items() if part.shape[-1]}
 
 
 def _ssm_one_way(A, D, backend, stateless, delta, log_delta, log_b, log_c, v, f, beta, tokens: Tokens, state, present):
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     heads, keep = v.shape[2], None if tokens.keep is None else tokens.keep.unsqueeze(-1)
-    delta, log_delta, v, f = (x.flatten(2) for x in (delta, log_delta, v, f))
+    delta, log_delta, v, f = (x.flatten(2).to(A.dtype) for x in (delta, log_delta, v, f))
+    log_b, log_c = log_b.to(A.dtype), log_c.to(A.dtype)
     if keep is not None:  # masked tokens weigh and decay nothing
         delta, v, f = torch.where(keep, delta, 0), filled(v, keep), filled(f, keep)
         log_delta, log_b, log_c = (torch.where(keep, x, -math.inf) for x in (log_delta, log_b, log_c))
