@@ -5,7 +5,7 @@ Training keeps the memory at the slabs' borders only. torch.compile does not loo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -80,16 +80,16 @@ class SlabScan:
             return Terms(*(connected_zeros(x.v, shape, *x, *memory) for shape in shapes)), memory
         with without_autocast(x.v.device):
             if portable():
-                return SlabScan.exact(self, memory, self._widened(x))
+                return SlabScan.exact(self, memory, self._cast(x, upcast))
             if x.v.shape[1] == 1 and not differentiated(*x, *memory):  # others take more launches, and wait
-                return self.step(memory, self._widened(x))
+                return self.step(memory, self._cast(x, upcast))
             if backend == "reference" or transformed(*x, *memory):
-                return self.exact(memory, self._widened(x))
+                return self.exact(memory, self._cast(x, upcast))
             if self._at_once(kernels) and not torch.compiler.is_compiling():
                 if (found := self.slab(memory, kernels, x)) is not None:
                     fallbacks.count(x.f.numel(), 0)
                     return found[:2]
-                x, kernels = self._widened(x), 0
+                x, kernels = self._cast(x, upcast), 0
         out = self.forward(*x, *memory, kernels)
         return Terms(*out[:3]), Terms(*out[3:6])
 
@@ -106,11 +106,8 @@ class SlabScan:
         along, shared = x[: self.time], x[self.time :]
         return self.Inputs(*(part if part is None else part[:, piece] for part in along), *shared)
 
-    def _widened(self, x):
-        return self.Inputs(*(y if y is None or not y.is_floating_point() else upcast(y) for y in x))
-
-    def _doubled(self, x):
-        return self.Inputs(*(y if y is None or not y.is_floating_point() else y.double() for y in x))
+    def _cast(self, x, widen: Callable[[Tensor], Tensor]):
+        return self.Inputs(*(y if y is None or not y.is_floating_point() else widen(y) for y in x))
 
     def _in_float64(self, x) -> bool:
         """Whether float32 would cost digits."""
@@ -125,7 +122,7 @@ class SlabScan:
         if not kernels:
             return *self.exact(memory, x), x.f.numel()
         dtype = memory.mean.dtype
-        reads, borders, again = self._by_slabs(memory, 0, self._widened(x))
+        reads, borders, again = self._by_slabs(memory, 0, self._cast(x, upcast))
         read = Terms(*(torch.cat(parts, 1).to(dtype) for parts in zip(*reads)))
         return read, Terms(*(part.to(dtype) for part in borders[-1])), again
 
@@ -133,7 +130,7 @@ class SlabScan:
         """What slabs read, the memory at their borders, and how many entries were computed again."""
         pieces = self._slabs(x, kernels)
         if not kernels and self._in_float64(x):
-            x, memory = self._doubled(x), Terms(*double(*memory))
+            x, memory = self._cast(x, Tensor.double), Terms(*double(*memory))
         reads, borders, again = [], [memory], 0
         for piece in pieces:
             read, memory, more = self._read(memory, kernels, self._cut(x, piece))
@@ -182,7 +179,7 @@ class SlabScan:
         asked = [n for n, w in enumerate(wanted) if w and x[n] is not None]
         dtypes = {n: x[n].dtype for n in asked}
         if not kernels and self._in_float64(x):
-            x, borders = self._doubled(x), Terms(*double(*borders))
+            x, borders = self._cast(x, Tensor.double), Terms(*double(*borders))
             d_reads, d_memory = double(*d_reads), double(*d_memory)
         at_once = self._at_once(kernels)
         made = lambda n: (torch.empty_like if n < self.time else torch.zeros_like)(  # noqa: E731
@@ -233,5 +230,7 @@ class SlabScan:
 
     def again(self, *tensors):
         """The exact results in float64, whose second derivatives need digits that float32 has not."""
-        read, memory = self.exact(Terms(*double(*tensors[self.count :])), self._doubled(tensors[: self.count]))
+        read, memory = self.exact(
+            Terms(*double(*tensors[self.count :])), self._cast(tensors[: self.count], Tensor.double)
+        )
         return [*read, *memory]
