@@ -94,8 +94,8 @@ def _weighed(x, a, v, f, tokens: Tokens, present: bool) -> tuple[Tensor, Tensor 
 class ChannelInputs(NamedTuple):
     """What the scan of channels reads, heads side by side."""
 
-    x: Float[Tensor, "b t c"]  # log-weights
-    a: Float[Tensor, "b t c"] | None  # the decay into each token
+    log_weight: Float[Tensor, "b t c"]
+    log_decay: Float[Tensor, "b t c"] | None  # into each token
     v: Float[Tensor, "b t dv"]
     f: Float[Tensor, "b t df"]
     beta: Float[Tensor, " df"]
@@ -112,12 +112,12 @@ class _ChannelScan(SlabScan):
         return by_prefixes(memory, *x)
 
     def size(self, x):
-        return torch.sym_max(16, SLAB_VALUES // torch.sym_max(1, x.x.shape[0] * x.x.shape[2]))
+        return torch.sym_max(16, SLAB_VALUES // torch.sym_max(1, x.log_weight.shape[0] * x.log_weight.shape[2]))
 
     def rough(self, x):
         """Whether beta f is added to log-weights so large that the sum loses digits."""
-        heavy = torch.where(x.x > NO_WEIGHT, x.x, 0).abs().amax() > LARGEST_LOG_WEIGHT
-        return bool(x.f.shape[-1]) and bool(heavy)
+        heaviest = lambda y: torch.where(y > NO_WEIGHT, y, 0).abs().amax()  # noqa: E731
+        return bool(x.f.shape[-1]) and bool(heaviest(x.log_weight) > LARGEST_LOG_WEIGHT)
 
     def slab(self, memory, kernels, x):
         """By sums of [v | e | 1]."""

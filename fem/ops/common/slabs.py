@@ -79,7 +79,7 @@ class SlabScan:
             shapes = (y.shape for y in self._empty_results(x, memory, kernels)[:3])
             return Terms(*(connected_zeros(x.v, shape, *x, *memory) for shape in shapes)), memory
         with without_autocast(x.v.device):
-            if portable():
+            if portable():  # a graph that holds one step
                 return SlabScan.exact(self, memory, self._cast(x, upcast))
             if x.v.shape[1] == 1 and not differentiated(*x, *memory):  # others take more launches, and wait
                 return self.step(memory, self._cast(x, upcast))
