@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.tokens import Tokens
-from fem.ops.conditioner.conditioned import conditioned
-from fem.ops.conditioner.plain_conditioner import ConvForm
+from fem.ops.conditioner.fused_conditioner import fits, fused_condition
+from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 from fem.projection import Projection
 
 
@@ -36,4 +37,8 @@ class TimeDecayConditioner(nn.Module):
         self, x: Float[Tensor, "b t d"], tokens: Tokens, hidden: Float[Tensor, "b c"] | None = None
     ) -> tuple[Float[Tensor, "b t f"], Float[Tensor, "b c"]]:
         maps = self.norm_in, self.project, self.norm  # x^; W_f x^, W_x x^, W_s x^; LayerNorm(h~)
-        return conditioned(x, tokens, hidden, *maps, self.form, self.backend, self.bidirectional)
+        if not self.bidirectional and fits(self.backend, x, hidden, *maps):
+            return fused_condition(x, tokens, hidden, *maps, self.form)
+        projected, backend = self.project(self.norm_in(x)), "triton" if self.backend == "triton" else "auto"
+        h, last = plain_condition(projected, tokens, hidden, self.norm, self.form, backend, self.bidirectional)
+        return torch.cat([x, h.to(x.dtype)], -1), last

@@ -17,8 +17,7 @@ from pathlib import Path
 import card
 import torch
 
-from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer
-from fem.ops.conditioner import conditioned as read
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, conditioner, fused_layer
 
 ROOT = Path(__file__).parents[2]
 RECORD, PAGE, TABLE = ROOT / "research" / "results" / "card.json", ROOT / "docs" / "card.md", "## The table\n"
@@ -171,7 +170,7 @@ if __name__ == "__main__":
         record[part] = record.get(part, {}) | {values: registers(values) for values in names or REGISTERS}
     else:
         if part == "before":
-            fused_layer.available = read.fits = lambda *_: False
+            fused_layer.available = conditioner.fits = lambda *_: False
         measured = list(rows(names or (FUSED if part == "before" else list(LAYERS))))
         by_key = {(row["layer"], row["mode"]): row for row in [*record[part], *measured]}
         record[part] = [by_key[key] for key in product(LAYERS, (*MODES, BFLOAT16)) if key in by_key]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from naive_conditioner import naive_conditioner
 from processes import printed
 from torch import nn
 
 from fem.config import CONDITIONERS
 from fem.ops.common.tokens import Tokens
 from fem.ops.conditioner.fused_conditioner import fits
-from fem.ops.conditioner.naive_conditioner import naive_conditioner
 from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 
 SUPPORT = Path(__file__).parents[1] / "support"

@@ -4,13 +4,21 @@ import pytest
 import torch
 
 from fem.functional import decay_scan
-from fem.ops.decay_scan.naive_decay_scan import naive_decay_scan
 
 
 def inputs(time, batch=2, channels=3, dtype=torch.float32):
     decay = -torch.rand(batch, time, channels, dtype=torch.float64).exponential_(4.0)
     u, start = (torch.randn(*shape, dtype=torch.float64) for shape in ((batch, time, channels), (batch, channels)))
     return tuple(tensor.to(dtype).requires_grad_() for tensor in (decay, u, start))
+
+
+def naive_decay_scan(log_decay, u, h):
+    """In float64, one step after the other."""
+    rows, h = [], h.double()
+    for a, x in zip(log_decay.double().unbind(1), u.double().unbind(1)):
+        h = a.exp() * h + x
+        rows.append(h)
+    return torch.stack(rows, 1)
 
 
 def compare(given, limit):

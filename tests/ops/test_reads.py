@@ -343,7 +343,7 @@ def test_training_keeps_no_state_and_no_score_per_token(name):
     sizes = {"keys": 32, "width": 32, "rank": 32, "heads": 4}
     short, long = (saved_numbers(make(name, time, **sizes)) for time in (1024, 2048))
     assert long <= 2.1 * short
-    assert long <= 0.2 * 2048 * 4 * 32 * 32
+    assert long <= 0.25 * 2048 * 4 * 32 * 32
 
 
 @pytest.mark.parametrize("name", RECURRENT)

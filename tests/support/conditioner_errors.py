@@ -11,13 +11,13 @@ from functools import partial
 import interpreted  # noqa: F401  (before any kernel)
 import torch
 import torch.nn.functional as F
+from naive_conditioner import naive_conditioner
 from torch import Tensor, nn
 
 from fem import FreeEnergyMixerConfig
 from fem.conditioner import TimeDecayConditioner
 from fem.ops.common.tokens import Tokens, read_tokens
 from fem.ops.conditioner import fused_conditioner as fused
-from fem.ops.conditioner.naive_conditioner import naive_conditioner
 from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 
 NAMES = ("h", "last", "f", "u", "a", "weight", "bias", "hidden")

@@ -10,8 +10,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from dataclasses import replace
 
+import fla_reference
 import torch
 from reads import gradients_of, make
+
+from fem.ops.common.backend import _FOUND
+from fem.ops.ssm import ssm_read
 
 torch.set_num_threads(1)
 PIECES = (14, 16, 1, 1, 1)
@@ -22,6 +26,8 @@ BOTH = {
     "spikes of 300": {"spike": 300.0},
     "in pieces": {"pieces": PIECES},
     "documents in pieces": {"pieces": PIECES, "documents": True},
+    "both directions": {"causal": False, "masked": True},
+    "documents in both directions": {"causal": False, "documents": True},
 }
 CASES = {
     "channels": {
@@ -35,12 +41,12 @@ CASES = {
         "fast decays": {"decay": 20.0},
         "other free values": {"free": 6},
         "pieces without decay": {"name": "aft", "pieces": PIECES},
-        "both directions": {"causal": False, "masked": True},
     },
     "states": {
         "several kept states": {"time": 70},
         "one state": {"rank": 1},
         "several blocks of columns": {"width": 15, "time": 5},
+        "both directions beside mamba-ssm": {"causal": False, "beside": True},
     },
 }
 SIZES = {"channels": {"name": "decay", "width": 4, "unit": 1.0}, "states": {"name": "ssm", "rank": 5}}
@@ -63,10 +69,11 @@ def results(call, marks, dtype, backend, pieces):
 
 
 def error(
-    name, time=33, spike=0.0, near=None, documents=False, masked=False, pieces=None, unit=0.0, **options
+    name, time=33, spike=0.0, near=None, documents=False, masked=False, pieces=None, unit=0.0, beside=False, **options
 ) -> float:
     """Of reads and gradients, the largest, of its norm or of `unit` where that is less; inf where two runs differ."""
     torch.manual_seed(0)
+    _FOUND["mamba_ssm"] = beside
     call, marks = make(name, time, batch=2, **options), {}
     if near is not None:
         call = call.set(v=3 + near * call.arguments["v"])
@@ -102,6 +109,7 @@ def second_derivatives() -> float:
 
 if __name__ == "__main__":
     kind = sys.argv[1]
+    ssm_read.mamba_kernel = fla_reference.selective_scan
     found = {name: error(**SIZES[kind] | case) for name, case in (BOTH | CASES[kind]).items()}
     loose = {}
     if kind == "channels":

@@ -26,7 +26,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.channel_scan.channel_log_space import channel_by_prefixes
+from fem.ops.common.cells import by_prefixes
 from fem.ops.common.launch import on
 from fem.ops.common.merge_kernels import LOG_ZERO, NO_WEIGHT, expm1, log1p, merged_energies, merged_means
 from fem.ops.common.operator import operator
@@ -247,7 +247,7 @@ def _differentiate(ctx, grads):
 def _by_definition(x, a, v, f, beta, *memory):
     """In float64, whose digits second derivatives need."""
     x, a, v, f, beta, *memory = double(x, a, v, f, beta, *memory)
-    return channel_by_prefixes(Terms(*memory), x, a, v, f, beta)[0]
+    return by_prefixes(Terms(*memory), x, a, v, f, beta)[0]
 
 
 _channel_read.register_autograd(_differentiate, setup_context=_save)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.channel_scan.channel_log_space import channel_by_prefixes, channel_step
-from fem.ops.channel_scan.naive_channel_scan import naive_channel_scan_read
 from fem.ops.common.backend import scan_backend
-from fem.ops.common.naive_rows import by_definition
+from fem.ops.common.cells import by_prefixes, cell_step, zero_unseen
 from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, read_free
 from fem.ops.common.recurrence import recurrence
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
+from fem.ops.common.steps import portable
 from fem.ops.common.sums import Sums, entering, leaving, shift_for, suspect
 from fem.ops.common.tokens import Tokens
+from fem.ops.common.transforms import transformed
 
 SLAB_VALUES = 2**16  # of a slab's values: intermediate results fit the CPU's cache
 
@@ -50,25 +51,26 @@ def channel_scan_read(
 def _channel_read(x, a, v, f, beta, *, call: ScanCall) -> Read | tuple[Read, dict[str, Tensor]]:
     """Of the d channels that v has, or f, or both."""
     backend = scan_backend(call.backend, v.device, compute_dtype(x, a, v, f), "triton")
-    values = f if v.shape[-1] == 0 else v
-    temperature = beta if beta.numel() else None
-    if backend == "reference" and 0 not in v.shape[:2]:
-        return by_definition(partial(naive_channel_scan_read, x, values, temperature, a), values.dtype, call)
-    terms, state = call.both_ways(partial(_channel_one_way, kernels=backend == "triton"), (x, a, v, f), beta)
+    terms, state = call.both_ways(partial(_channel_one_way, backend=backend), (x, a, v, f), beta)
     state = {name: part for name, part in state.items() if part.shape[-1]}
-    return call.result(terms, state, beta, values.dtype, temperature)
+    return call.result(terms, state, beta, v.dtype if v.shape[-1] else f.dtype, beta if beta.numel() else None)
 
 
 def _channel_one_way(
-    x, a, v, f, beta, tokens: Tokens, state, present: bool, kernels: bool
+    x, a, v, f, beta, tokens: Tokens, state, present: bool, backend: str
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     heads = v.shape[2]
     x, a, v, f = (None if part is None else part.flatten(2) for part in (x, a, v, f))
-    beta = beta.to(v.dtype).flatten()
-    inputs = (*_weighed(x, a, v, f, tokens, present), beta)
-    cells = ((v.shape[0], 1, part.shape[-1]) for part in (inputs[0], v, f))
-    terms, after = CHANNEL_SCAN(memory_before(state, v, *cells), kernels, *inputs)
+    x, a, v, f = _weighed(x, a, v, f, tokens, present)
+    inputs = ChannelInputs(x, a, v, f, beta.to(v.dtype).flatten())
+    memory = memory_before(state, v, *((v.shape[0], 1, part.shape[-1]) for part in (x, v, f)))
+    if backend == "triton" and x.numel() and not (portable() or transformed(*inputs, *memory)):
+        from fem.ops.channel_scan.channel_kernels import channels_by_kernels  # by Triton, which is not required
+
+        terms, after = channels_by_kernels(memory, *inputs)
+    else:
+        terms, after = CHANNEL_SCAN(memory, backend, inputs)
     by_heads = lambda part: part.unflatten(-1, (heads, part.shape[-1] // heads))  # noqa: E731
     return Terms(*map(by_heads, terms)), {name: by_heads(part.squeeze(1)) for name, part in after._asdict().items()}
 
@@ -89,46 +91,53 @@ def _weighed(x, a, v, f, tokens: Tokens, present: bool) -> tuple[Tensor, Tensor 
     return x, a, v, f
 
 
-def _channel_slab(memory: Terms, _: int, x, a, v, f, beta) -> tuple[Terms, Terms, int] | None:
-    """What a slab reads, by sums of [v | e | 1], the memory after it, and 0 entries; None where it is in doubt."""
-    there = x.detach() > NO_WEIGHT
-    highest = torch.where(beside(there, f), f.detach(), -torch.inf).amax(1, keepdim=True)
-    shift = shift_for(memory, highest, x.detach().amax(1, keepdim=True), beta, light=0.0).about(f, beta, 1)
-    relative = x - shift.weight
-    weight, energy = relative.exp(), (beside(relative, f) + shift.exponent(f, beta)).exp()
-    items, start = Sums(beside(weight, v) * v, energy, weight), entering(memory, shift, beta)
-    u, first = (torch.stack([part for part in parts if part.shape[-1]], 2) for parts in (items, start))
-    decay = None if a is None else a.unsqueeze(2)
-    rows = iter(recurrence(decay, u, first.squeeze(1)).unbind(2))
-    sums = Sums(*(next(rows) if part.shape[-1] else part for part in items))
-    suspected = bool(suspect(sums))
-    read, doubt = leaving(sums, shift, beta, suspected=suspected)
-    if doubt is not None:
-        held = (memory.log_weight > NO_WEIGHT) | (there.cumsum(1) > 0)
-        if bool((doubt & held).any()):
-            return None
-    return read, Terms(*(part[:, -1:] for part in read)), 0
+class ChannelInputs(NamedTuple):
+    """What the scan of channels reads, heads side by side."""
+
+    log_weight: Float[Tensor, "b t c"]
+    log_decay: Float[Tensor, "b t c"] | None  # into each token
+    v: Float[Tensor, "b t dv"]
+    f: Float[Tensor, "b t df"]
+    beta: Float[Tensor, " df"]
 
 
-def _channel_slab_size(x, a, v, f, beta) -> int:
-    """Tokens of a slab; under a compiler a symbol."""
-    return torch.sym_max(16, SLAB_VALUES // torch.sym_max(1, x.shape[0] * x.shape[2]))
+class _ChannelScan(SlabScan):
+    name, Inputs = "channel_scan", ChannelInputs
+
+    def step(self, memory, x):
+        after = zero_unseen(cell_step(memory, *x))
+        return after, after
+
+    def exact(self, memory, x):
+        return by_prefixes(memory, *x)
+
+    def size(self, x):
+        return torch.sym_max(16, SLAB_VALUES // torch.sym_max(1, x.log_weight.shape[0] * x.log_weight.shape[2]))
+
+    def rough(self, x):
+        """Whether beta f is added to log-weights so large that the sum loses digits."""
+        heaviest = lambda y: torch.where(y > NO_WEIGHT, y, 0).abs().amax()  # noqa: E731
+        return bool(x.f.shape[-1]) and bool(heaviest(x.log_weight) > LARGEST_LOG_WEIGHT)
+
+    def slab(self, memory, kernels, x):
+        """By sums of [v | e | 1]."""
+        log_weight, decay, v, f, beta = x
+        there = log_weight.detach() > NO_WEIGHT
+        highest = torch.where(beside(there, f), f.detach(), -torch.inf).amax(1, keepdim=True)
+        heaviest = log_weight.detach().amax(1, keepdim=True)
+        shift = shift_for(memory, highest, heaviest, beta, light=0.0).about(f, beta, 1)
+        relative = log_weight - shift.weight
+        weight, energy = relative.exp(), (beside(relative, f) + shift.exponent(f, beta)).exp()
+        items, start = Sums(beside(weight, v) * v, energy, weight), entering(memory, shift, beta)
+        u, first = (torch.stack([part for part in parts if part.shape[-1]], 2) for parts in (items, start))
+        rows = iter(recurrence(None if decay is None else decay.unsqueeze(2), u, first.squeeze(1)).unbind(2))
+        sums = Sums(*(next(rows) if part.shape[-1] else part for part in items))
+        read, doubt = leaving(sums, shift, beta, suspected=bool(suspect(sums)))
+        if doubt is not None:
+            held = (memory.log_weight > NO_WEIGHT) | (there.cumsum(1) > 0)
+            if bool((doubt & held).any()):
+                return None
+        return read, Terms(*(part[:, -1:] for part in read)), 0
 
 
-def _heavy_log_weights(x, a, v, f, beta) -> bool:
-    """Whether beta f is added to log-weights so large that the sum loses digits."""
-    return bool(f.shape[-1]) and bool(torch.where(x > NO_WEIGHT, x, 0).abs().amax() > LARGEST_LOG_WEIGHT)
-
-
-def _by_kernels(memory: Terms, *inputs: Tensor | None) -> tuple[Terms, Terms]:
-    from fem.ops.channel_scan.channel_kernels import (
-        channels_by_kernels,
-    )  # by Triton, which the library does not require
-
-    return channels_by_kernels(memory, *inputs)
-
-
-CHANNEL_SCAN = SlabScan(
-    "channel_scan", ("x", "a", "v", "f"), ("beta",), _channel_slab, channel_step, _channel_slab_size,
-    _heavy_log_weights, channel_by_prefixes, _by_kernels,
-)  # fmt: skip
+CHANNEL_SCAN = _ChannelScan()

@@ -37,10 +37,14 @@ class ScanCall(NamedTuple):
         """The read of all tokens that a row may see, and the state after the last.
 
         one_way(*inputs, beta, tokens, state, present): the same of the tokens up to each, or before each unless
-        `present`. Inputs are (B, T, ...), and so are the terms. one_way gets them in one dtype, `compute_dtype`,
-        where that is to widen them, and beta between LEAST_BETA and MOST_BETA.
+        `present`. Inputs are (B, T, ...), and so are the terms. one_way gets them in one dtype, where that is to widen
+        them, and beta between LEAST_BETA and MOST_BETA. Raises ValueError on states of a reference, which keeps none.
         """
-        beta, dtype = upcast(beta).clamp(LEAST_BETA, MOST_BETA), compute_dtype(*inputs)
+        if self.backend == "reference" and (self.initial_state is not None or self.return_state):
+            raise ValueError(
+                "backend='reference' reads whole sequences and keeps no state; use backend='auto' with states."
+            )
+        beta, dtype = upcast(beta).clamp(LEAST_BETA, MOST_BETA), self.dtype(*inputs)
         if widen:
             given = {id(x): x for x in inputs if x is not None}  # v and f may be one tensor, and stay one
             wide = {key: x.to(dtype) for key, x in given.items()}
@@ -52,6 +56,10 @@ class ScanCall(NamedTuple):
         future, _ = one_way(*map(flip, inputs), beta, self.tokens.reversed(), None, False)
         past, future = (Terms(*map(upcast, terms)) for terms in (past, future))
         return merge(past, Terms(*map(flip, future)), beta.to(past.mean.dtype)), state
+
+    def dtype(self, *inputs: Tensor | None) -> torch.dtype:
+        """In which the scan computes."""
+        return torch.float64 if self.backend == "reference" else compute_dtype(*inputs)
 
     def result(
         self, terms: Terms, state: State, rate: Tensor, dtype: torch.dtype, beta: Tensor | None

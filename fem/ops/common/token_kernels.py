@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fem.ops.common.launch import on
 from fem.ops.common.transforms import again_differentiable, differentiated
-from fem.ops.common.triton_math import gate, softplus, turn
+from fem.ops.common.triton_math import gate, through_gate, turn
 
 NUMBERS = 1024  # of a program, 8 for each of 128 threads
 
@@ -53,7 +53,7 @@ def gate_backward_kernel(
     FREE: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, MIXED: tl.constexpr, GATED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """du = g do; with s = softplus(outer) and r the norm's factor, ds = r (h - r^2 mean(h s) s), h = u do."""
+    """Gradients of what `gate_kernel` reads: du = g do."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     token, exists = row.to(tl.int64)[:, None], (row < rows)[:, None]
     inside, in_mean = exists & (column < WIDTH)[None], exists & (column < MEAN)[None]
@@ -72,12 +72,8 @@ def gate_backward_kernel(
         u += f
     if GATED:
         logit = tl.load(outer + at, inside, other=0.0).to(tl.float32)
-        s = tl.where(inside, softplus(logit), 0.0)
-        r = tl.rsqrt(tl.sum(s * s, 1) / WIDTH + eps)[:, None]
-        h = d_u * u
-        d_s = r * (h - r * r * (tl.sum(h * s, 1) / WIDTH)[:, None] * s)
-        tl.store(d_outer + at, d_s * tl.sigmoid(logit), inside)
-        d_u *= r * s
+        d_logit, d_u = through_gate(logit, u, d_u, inside, WIDTH, eps)
+        tl.store(d_outer + at, d_logit, inside)
     if MIXED:
         tl.store(d_inner + at, d_u * gap * lambda_ * (1 - lambda_), inside)
         tl.store(d_free + at, d_u * lambda_, inside)

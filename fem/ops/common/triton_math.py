@@ -94,6 +94,17 @@ def turn(x, y, cos, sin, there, HALF: tl.constexpr):
 
 
 @triton.jit
+def through_gate(logit, u, d_o, inside, width, eps):
+    """The gradients of the logit and of u from that of o = u gate(logit): with s = softplus(logit) and r the norm's
+    factor, ds = r (h - r^2 mean(h s) s), h = u do."""
+    s = tl.where(inside, softplus(logit), 0.0)
+    r = tl.rsqrt(tl.sum(s * s, 1) / width + eps)[:, None]
+    h = d_o * u
+    d_s = r * (h - r * r * (tl.sum(h * s, 1) / width)[:, None] * s)
+    return d_s * tl.sigmoid(logit), d_o * (r * s)
+
+
+@triton.jit
 def gate(logit, inside, width, eps):
     """RMSNorm of softplus(logit) along the second axis, over `width` entries that are inside."""
     s = tl.where(inside, softplus(logit.to(tl.float32)), 0.0)

@@ -68,17 +68,9 @@ def _row_at(x, index, of):
 
 @triton.jit
 def sum_chunks_kernel(
-    projected,
-    keep,
-    start,
-    summaries,
-    time,
-    chunks,
-    tiles,
-    width: tl.constexpr,
-    TIME: tl.constexpr,
+    projected, keep, start, summaries, time, chunks, tiles, width: tl.constexpr, TIME: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """summaries (B, chunks, 2, C): the logarithm of a chunk's decay, and the state at its end without what entered."""
     chunk, batch = tl.program_id(0) % chunks, tl.program_id(0) // chunks
     index, column = tl.arange(0, TIME), tl.arange(0, COLUMNS)

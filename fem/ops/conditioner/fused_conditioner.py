@@ -60,7 +60,7 @@ def fused_condition(
     norm: nn.LayerNorm,
     form: ConvForm,
 ) -> tuple[Tensor, Tensor]:
-    """`conditioned` by the kernels."""
+    """[x, h] and h~_T by the kernels: h is `plain_condition` of project(norm_in(x))."""
     first = (None, None, 0.0) if type(norm_in) is nn.Identity else (norm_in.weight, norm_in.bias, norm_in.eps)
     weights = *first[:2], project.weight, project.bias, norm.weight, norm.bias
     inputs = x, *weights, hidden, tokens.keep, tokens.start, first[2], norm.eps, product_dtype(x), *form

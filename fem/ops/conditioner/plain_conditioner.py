@@ -36,7 +36,13 @@ def plain_condition(
     backend: str = "auto",
     bidirectional: bool = False,
 ) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b c"]]:
-    """`conditioned` in the dtype of its inputs, by any norm; "triton": the decaying sum by a package's kernel."""
+    """h and h~_T of [f, u, a], in their dtype:
+
+        h_t = SiLU(length l2norm(softplus(a_t))) * norm(h~_t)        h~_t = exp(-softplus(f_t)) h~_{t-1} + u_t
+
+    hidden: h~ before the first token; None: 0. norm: any, over the channels. form: the length, and whether there is a
+    SiLU. backend "triton": the decaying sum by a package's kernel. Bidirectional: half of the channels run backwards.
+    """
     decay, u, shortcut = projected.chunk(3, -1)
     state = _directed_scan(
         -F.softplus(decay), upcast(u), tokens, hidden, backend, bidirectional

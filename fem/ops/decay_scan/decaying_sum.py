@@ -13,7 +13,6 @@ from fem.ops.common.read import connected_zeros
 from fem.ops.common.recurrence import running_sums
 from fem.ops.common.steps import along_time, portable
 from fem.ops.common.transforms import transformed
-from fem.ops.decay_scan.naive_decay_scan import naive_decay_scan
 
 
 def decay_scan(
@@ -30,12 +29,9 @@ def decay_scan(
     if initial_state is None:
         initial_state = torch.zeros_like(u[:, 0], dtype=dtype)
     flat = [log_decay.flatten(2), u.flatten(2), initial_state.flatten(1)]
-    if backend == "reference":
-        h = naive_decay_scan(*flat)
-    else:
-        flat = [tensor.to(dtype) for tensor in flat]
-        steps = portable() or transformed(*flat)
-        h = _step_by_step(*flat) if steps else _decay_scan(*flat, False, backend == "triton")
+    flat = [tensor.to(torch.float64 if backend == "reference" else dtype) for tensor in flat]
+    steps = backend == "reference" or portable() or transformed(*flat)
+    h = _step_by_step(*flat) if steps else _decay_scan(*flat, False, backend == "triton")
     return h.view(u.shape).to(u.dtype)
 
 

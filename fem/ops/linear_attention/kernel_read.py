@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.launch import on
@@ -24,6 +23,7 @@ from fem.ops.common.read import Terms
 from fem.ops.common.transforms import again_differentiable
 from fem.ops.linear_attention import scan_kernels as K
 from fem.ops.linear_attention.chunked import by_fla, miscompiled
+from fem.ops.linear_attention.linear_log_space import LinearInputs
 
 NUMBERS = 1024  # of a tile, 8 for each of 128 threads
 PART = 256  # tokens whose extremes one program finds
@@ -31,16 +31,7 @@ CELLS = 8  # key channels of a memory that are read together
 
 
 def kernel_read(
-    again: Callable[..., list[Tensor]],
-    stated: bool,
-    memory: Terms,
-    q: Float[Tensor, "b t h dk"],
-    k: Float[Tensor, "b t h dk"],
-    g: Float[Tensor, "b t h _"] | None,
-    opens: Bool[Tensor, "b t"] | None,
-    v: Float[Tensor, "b t h dv"],
-    f: Float[Tensor, "b t h df"],
-    beta: Float[Tensor, "h df"],
+    again: Callable[..., list[Tensor]], stated: bool, memory: Terms, x: LinearInputs
 ) -> tuple[Terms, Terms] | None:
     """The read of every token in v's dtype, and the memory after the last in float32; None where either is in doubt.
 
@@ -48,8 +39,9 @@ def kernel_read(
     stated: whether the memory holds anything. again: the same results of (*inputs, *memory), differentiable any number
     of times.
     """
-    beta, *memory = (x.contiguous() for x in (beta, *memory))
-    *found, flag = _KernelRead.apply(again, stated, q, k, g, opens, v, None if f is v else f, beta, *memory)
+    beta, *memory = (part.contiguous() for part in (x.beta, *memory))
+    f = None if x.f is x.v else x.f
+    *found, flag = _KernelRead.apply(again, stated, x.q, x.k, x.g, x.opens, x.v, f, beta, *memory)
     return None if bool(flag) else (Terms(*found[:3]), Terms(*found[3:]))
 
 

@@ -10,19 +10,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import scan_backend
-from fem.ops.common.naive_rows import by_definition
+from fem.ops.common.launch import by_kernels
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import NO_WEIGHT, Read, Terms, log, read_free
 from fem.ops.common.scan import ScanCall, memory_before
-from fem.ops.common.slabs import SlabScan
+from fem.ops.common.slabs import STATELESS, SlabScan
 from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for, suspect
 from fem.ops.common.tokens import Tokens, filled
 from fem.ops.linear_attention.chunked import CHUNK, chunked
-from fem.ops.linear_attention.linear_log_space import forget, linear_step
-from fem.ops.linear_attention.naive_linear_attention import naive_linear_attention_read
+from fem.ops.linear_attention.linear_log_space import LinearInputs, decay, linear_step
 
 TOKENS_AT_A_TIME = 2**12  # of a slab, over rows and heads: intermediate results fit the CPU's cache
-NEW_BY_KERNELS, STATED_BY_KERNELS = 1, 2  # of a call by kernels: whether its memory holds anything
 LARGE_FEATURE = 2.0**23  # and the inverse of a small one: from here on products of features are summed in float64
 
 
@@ -42,13 +40,9 @@ def linear_attention_read(
     log_weight (B, H, d_k), mean (B, H, d_k, d_v) and free_energy (B, H, d_k, d_f), in fp32 (float64 for float64).
     """
     backend = scan_backend(call.backend, v.device, compute_dtype(q, k, v, log_decay))
-    if backend == "reference" and 0 not in v.shape[:2]:
-        loops = partial(naive_linear_attention_read, q, k, v, beta, log_decay)
-        return by_definition(loops, v.dtype, call, free_values=free_values)
     f, rate = read_free(v, free_values, beta)
-    kernels = backend == "triton"
-    one_way = partial(_linear_one_way, kernels=kernels)
-    terms, state = call.both_ways(one_way, (q, k, v, f, log_decay), rate, widen=not kernels)
+    one_way = partial(_linear_one_way, backend=backend)
+    terms, state = call.both_ways(one_way, (q, k, v, f, log_decay), rate, widen=backend != "triton")
     return call.result(terms, state, rate, v.dtype, beta)
 
 
@@ -58,7 +52,7 @@ def by_kernels_of_fla(backend: str, x: Tensor) -> bool:
 
 
 def _linear_one_way(
-    q, k, v, f, log_decay, beta, tokens: Tokens, state, present: bool, kernels: bool
+    q, k, v, f, log_decay, beta, tokens: Tokens, state, present: bool, backend: str
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     q, k, v, f, g = _kept(q, k, v, f, log_decay, tokens)
@@ -67,8 +61,8 @@ def _linear_one_way(
         q, k, v, f = _delayed(q, k, v, f, g, tokens.start)
     cells = k.shape[0], *k.shape[2:]
     memory = memory_before(state, beta, (*cells, 1), (*cells, v.shape[-1]), (*cells, f.shape[-1]))
-    run = kernels and (NEW_BY_KERNELS if state is None else STATED_BY_KERNELS)
-    terms, after = LINEAR_SCAN(memory, run, q, k, g, tokens.start, v, f, beta)
+    x = LinearInputs(q, k, g, tokens.start, v, f, beta)
+    terms, after = LINEAR_SCAN(memory, backend, x, stateless=state is None)
     return terms, after._replace(log_weight=after.log_weight.squeeze(-1))._asdict()
 
 
@@ -92,64 +86,10 @@ def _delayed(q, k, v, f, g, opens) -> tuple[Tensor, ...]:
     return q, k, v, f
 
 
-def _linear_slab(memory: Terms, kernels: int, q, k, g, opens, v, f, beta) -> tuple[Terms, Terms, int] | None:
-    """What a slab reads, the memory after it, and how many free energies were computed again; None: see `SlabScan`."""
-    if kernels:
-        from fem.ops.linear_attention.kernel_read import kernel_read  # by Triton, which the library does not require
-
-        inputs = q, k, g, opens, v, f, beta
-        found = kernel_read(LINEAR_SCAN.again, kernels == STATED_BY_KERNELS, memory, *inputs)
-        return None if found is None else (*found, 0)
-    return _in_chunks(memory, q, k, forget(q, g, opens), v, f, beta)
-
-
-def _in_chunks(memory: Terms, q, k, g, v, f, beta) -> tuple[Terms, Terms, int] | None:
-    """A slab by matrix products, chunk by chunk, and step by step what is in doubt."""
-    rate, time = beta.unsqueeze(1), v.shape[1]
-    tokens = [None if x is None else _chunks(x) for x in (q, k, g, v, f)]
-    by_head = [None if x is None else x.permute(0, 3, 1, 2, 4) for x in tokens]  # (B, H, N, C, d)
-    shift, rise = _shifts(memory, by_head[1], by_head[4], rate)
-    q_, k_, g_, v_, f_ = by_head
-    items = _items(v_, f_, shift, rate.unsqueeze(1))
-    light = k_ * (-shift.weight).exp()
-    first, last = (Shift(shift.weight[:, :, 0], shift.value[:, :, n], shift.middle[:, :, n]) for n in (0, -1))
-    sums, before, sums_after = chunked(q_, light, items, g_, torch.cat(entering(memory, first, rate), -1), rise)
-    rows, ends, floor = Sums.split(sums, beta), Sums.split(sums_after, beta), q_.detach().sum(-1, keepdim=True)
-    suspected = bool(suspect(rows, floor) | suspect(ends))
-    read, doubt = leaving(rows, shift, rate.unsqueeze(1), floor, suspected)
-    after, lost = leaving(ends, last, rate, suspected=suspected)
-    read = [x.permute(0, 2, 3, 1, 4) for x in read]  # (B, N, C, H, d)
-    again = 0
-    if doubt is not None or lost is not None:
-        held, keys = (memory.log_weight > NO_WEIGHT).mT, (k_ > 0).any(3)
-        at_end = held | (keys.cumsum(2) > 0)  # whether a key channel holds anything after each chunk, (B, H, N, d_k)
-        at_start = held | (keys.cumsum(2) > keys.long())
-        if lost is not None and bool((lost.squeeze(-1) & at_end[:, :, -1]).any()):
-            return None
-    if doubt is not None:
-        alive = (q_ > 0).any(-1) & at_end.any(-1, keepdim=True)
-        chunks = (doubt.squeeze(-1) & alive).any(3).any(1).nonzero(as_tuple=True)
-        starts, lost = leaving(Sums.split(before, beta), shift, rate.unsqueeze(1))
-        if lost is not None and bool((lost.squeeze(-1) & at_start).transpose(1, 2)[chunks].any()):
-            return None
-        if len(chunks[0]):
-            start = Terms(*(x.transpose(1, 2)[chunks] for x in starts))
-            q, k, g, v, f = (None if x is None else x[chunks] for x in tokens)
-            exact, _ = LINEAR_SCAN.by_steps(start, q, k, g, None, v, f, beta)
-            read = [x.index_put(chunks, y) for x, y in zip(read, exact)]
-            again = exact.free_energy.numel()
-    return Terms(*(x.flatten(1, 2)[:, :time] for x in read)), after, again
-
-
 def _chunks(x: Tensor) -> Tensor:
     """(B, N, C, H, d) of (B, T, H, d)."""
     size = min(CHUNK, x.shape[1])
     return F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
-
-
-def _items(v: Tensor, f: Tensor, shift: Shift, rate: Tensor) -> Tensor:
-    """[v | e | 1]"""
-    return torch.cat([v, shift.exponent(f, rate).exp(), v.new_ones(*v.shape[:-1], 1)], -1)
 
 
 def _shifts(memory: Terms, k: Tensor, f: Tensor, rate: Tensor) -> tuple[Shift, Tensor | None]:
@@ -171,18 +111,69 @@ def _shifts(memory: Terms, k: Tensor, f: Tensor, rate: Tensor) -> tuple[Shift, T
     return shift, torch.cat([ones, fall, fall.new_ones(*fall.shape[:-1], 1)], -1)
 
 
-def _linear_slab_size(q, k, g, opens, v, f, beta) -> int:
-    """Tokens of a slab; under a compiler a symbol."""
-    return CHUNK * torch.sym_max(1, TOKENS_AT_A_TIME // (torch.sym_max(1, v.shape[0] * v.shape[2]) * CHUNK))
+class _LinearScan(SlabScan):
+    name, Inputs, keeps_graph = "linear_attention", LinearInputs, True
+
+    def step(self, memory, x):
+        if not by_kernels(*(part for part in x if part is not x.opens), *memory):
+            return linear_step(memory, x)
+        from fem.ops.linear_attention.linear_token import linear_token  # by Triton, which the library does not require
+
+        return linear_token(memory, x)
+
+    def slab(self, memory, kernels, x):
+        if not kernels:
+            return self._in_chunks(memory, x)
+        from fem.ops.linear_attention.kernel_read import kernel_read  # by Triton, which the library does not require
+
+        found = kernel_read(self.again, kernels != STATELESS, memory, x)
+        return None if found is None else (*found, 0)
+
+    def size(self, x):
+        return CHUNK * torch.sym_max(1, TOKENS_AT_A_TIME // (torch.sym_max(1, x.v.shape[0] * x.v.shape[2]) * CHUNK))
+
+    def rough(self, x):
+        """Whether features are so large or small that their products are summed in float64."""
+        most = torch.stack([x.q.amax(), x.k.amax()])
+        return bool((most > LARGE_FEATURE).any() | ((most < 1 / LARGE_FEATURE) & (most > 0)).any())
+
+    def _in_chunks(self, memory: Terms, x: LinearInputs) -> tuple[Terms, Terms, int] | None:
+        """A slab by matrix products, chunk by chunk, and step by step what is in doubt."""
+        beta, rate, time = x.beta, x.beta.unsqueeze(1), x.v.shape[1]
+        tokens = [None if part is None else _chunks(part) for part in (x.q, x.k, decay(x), x.v, x.f)]
+        q, k, g, v, f = (None if part is None else part.permute(0, 3, 1, 2, 4) for part in tokens)  # (B, H, N, C, d)
+        shift, rise = _shifts(memory, k, f, rate)
+        items = torch.cat([v, shift.exponent(f, rate.unsqueeze(1)).exp(), v.new_ones(*v.shape[:-1], 1)], -1)
+        light = k * (-shift.weight).exp()
+        first, last = (Shift(shift.weight[:, :, 0], shift.value[:, :, n], shift.middle[:, :, n]) for n in (0, -1))
+        sums, before, sums_after = chunked(q, light, items, g, torch.cat(entering(memory, first, rate), -1), rise)
+        rows, ends, floor = Sums.split(sums, beta), Sums.split(sums_after, beta), q.detach().sum(-1, keepdim=True)
+        suspected = bool(suspect(rows, floor) | suspect(ends))
+        read, doubt = leaving(rows, shift, rate.unsqueeze(1), floor, suspected)
+        after, lost = leaving(ends, last, rate, suspected=suspected)
+        read = [part.permute(0, 2, 3, 1, 4) for part in read]  # (B, N, C, H, d)
+        again = 0
+        if doubt is not None or lost is not None:
+            held, keys = (memory.log_weight > NO_WEIGHT).mT, (k > 0).any(3)
+            at_end = held | (
+                keys.cumsum(2) > 0
+            )  # whether a key channel holds anything after each chunk, (B, H, N, d_k)
+            at_start = held | (keys.cumsum(2) > keys.long())
+            if lost is not None and bool((lost.squeeze(-1) & at_end[:, :, -1]).any()):
+                return None
+        if doubt is not None:
+            alive = (q > 0).any(-1) & at_end.any(-1, keepdim=True)
+            chunks = (doubt.squeeze(-1) & alive).any(3).any(1).nonzero(as_tuple=True)
+            starts, lost = leaving(Sums.split(before, beta), shift, rate.unsqueeze(1))
+            if lost is not None and bool((lost.squeeze(-1) & at_start).transpose(1, 2)[chunks].any()):
+                return None
+            if len(chunks[0]):
+                start = Terms(*(part.transpose(1, 2)[chunks] for part in starts))
+                q, k, g, v, f = (None if part is None else part[chunks] for part in tokens)
+                exact, _ = self.exact(start, LinearInputs(q, k, g, None, v, f, beta))
+                read = [part.index_put(chunks, y) for part, y in zip(read, exact)]
+                again = exact.free_energy.numel()
+        return Terms(*(part.flatten(1, 2)[:, :time] for part in read)), after, again
 
 
-def _rough_features(q, k, g, opens, v, f, beta) -> bool:
-    """Whether features are so large or small that their products are summed in float64."""
-    most = torch.stack([q.amax(), k.amax()])
-    return bool((most > LARGE_FEATURE).any() | ((most < 1 / LARGE_FEATURE) & (most > 0)).any())
-
-
-ALONG = ("q", "k", "g", "opens", "v", "f")
-LINEAR_SCAN = SlabScan(
-    "linear_attention", ALONG, ("beta",), _linear_slab, linear_step, _linear_slab_size, _rough_features, direct=True
-)
+LINEAR_SCAN = _LinearScan()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fem.ops.common.launch import on
 from fem.ops.common.merge_kernels import (
@@ -20,6 +19,7 @@ from fem.ops.common.merge_kernels import (
     merged_means,
 )
 from fem.ops.common.read import Terms
+from fem.ops.linear_attention.linear_log_space import LinearInputs
 
 
 @triton.jit
@@ -67,20 +67,18 @@ def linear_token_kernel(
         tl.store(free_read + row * FREE + column, tl.where(log_z > NO_WEIGHT, seen, 0.0), there)
 
 
-def linear_token(
-    memory: Terms, q: Tensor, k: Tensor, g: Tensor | None, opens: Tensor | None, v: Tensor, f: Tensor, beta: Tensor
-) -> tuple[Terms, Terms]:
+def linear_token(memory: Terms, x: LinearInputs) -> tuple[Terms, Terms]:
     """`linear_step` of float32 tensors without gradients."""
-    (batch, _, heads, keys), mean, free = q.shape, v.shape[-1], f.shape[-1]
-    given = [None if x is None else x.contiguous() for x in (q, k, g, opens, v, f, beta, *memory)]
-    after = Terms(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in memory))
-    read = Terms(*(q.new_empty(batch, 1, heads, n) for n in (1, mean, free)))
+    (batch, _, heads, keys), mean, free = x.q.shape, x.v.shape[-1], x.f.shape[-1]
+    given = [None if part is None else part.contiguous() for part in (*x, *memory)]
+    after = Terms(*(torch.empty_like(part, memory_format=torch.contiguous_format) for part in memory))
+    read = Terms(*(x.q.new_empty(batch, 1, heads, n) for n in (1, mean, free)))
     cells = triton.next_power_of_2(keys)
     block = min(max(1, NUMBERS // cells), triton.next_power_of_2(max(mean, free, 1)))
-    with on(q.device):
+    with on(x.q.device):
         linear_token_kernel[batch * heads, triton.cdiv(max(mean, free, 1), block)](
-            *(q if x is None else x for x in given), *after, *read, heads=heads, KEY=keys,
-            DECAYS=0 if g is None else g.shape[-1], MEAN=mean, FREE=free, OPENS=opens is not None, CELLS=cells,
+            *(x.q if part is None else part for part in given), *after, *read, heads=heads, KEY=keys,
+            DECAYS=0 if x.g is None else x.g.shape[-1], MEAN=mean, FREE=free, OPENS=x.opens is not None, CELLS=cells,
             BLOCK=block,
         )  # fmt: skip
     return read, after

@@ -1,71 +1,61 @@
-"""A state space model's N states as cells that each keep a read, in logarithms: exact at any magnitude.
-
-It reads what is in doubt, generation on a CPU, `torch.export`, `torch.func` and second derivatives.
-"""
+"""A state space model token by token, in logarithms: what a scan reads, and one step or many of it."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.channel_scan.channel_log_space import cell_step, channel_by_prefixes
-from fem.ops.common.launch import by_kernels
-from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, beside, log, log_average
+from fem.ops.common.cells import by_prefixes, cell_step, read_over_cells
+from fem.ops.common.read import LOG_ZERO, Terms, log
 
 
-def ssm_by_prefixes(
-    memory: Terms, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta
-) -> tuple[Terms, Terms]:
-    """What every token reads, (B, T, D), and the memory after the last, (B, N, D): cells are channels, side by side."""
-    x, decay, log_c = _weights(delta, b, c, log_delta, log_b, log_c, opens, a)
-    rank, side = len(a), lambda part: part.flatten(-2)
-    values = [side(part.unsqueeze(-2).expand(*part.shape[:-1], rank, -1)) for part in (v, f)]
+class SsmInputs(NamedTuple):
+    """What the scan of a state space model reads, heads side by side: D channels of N states."""
+
+    delta: Float[Tensor, "b t d"]
+    log_delta: Float[Tensor, "b t d"]  # that of the weights: a token may decay what was before and weigh nothing
+    log_b: Float[Tensor, "b t n"]
+    log_c: Float[Tensor, "b t n"]
+    opens: Bool[Tensor, "b t"] | None  # where a document begins
+    v: Float[Tensor, "b t dv"]
+    f: Float[Tensor, "b t df"]
+    a: Float[Tensor, "n d"]
+    skip: Float[Tensor, " d"]
+    beta: Float[Tensor, " df"]
+
+
+def ssm_by_prefixes(memory: Terms, x: SsmInputs) -> tuple[Terms, Terms]:
+    """What every token reads, (B, T, D), and the memory after the last, (B, N, D): cells are states, side by side."""
+    weight, decay, rank = *_weights(x), len(x.a)
+    side = lambda part: part.flatten(-2)  # noqa: E731
+    values = [side(part.unsqueeze(-2).expand(*part.shape[:-1], rank, -1)) for part in (x.v, x.f)]
     start = Terms(*(side(part).unsqueeze(1) for part in memory))
-    cells, after = channel_by_prefixes(start, side(x), side(decay), *values, beta.repeat(rank))
-    if skip is None:  # a token sees what stood before it
-        cells = Terms(*(torch.cat([first, part[:, :-1]], 1) for first, part in zip(start, cells)))
-        cells = cells._replace(log_weight=cells.log_weight + side(decay))
+    cells, after = by_prefixes(start, side(weight), side(decay), *values, x.beta.repeat(rank))
     apart = lambda part: part.unflatten(-1, (rank, part.shape[-1] // rank))  # noqa: E731
-    read = _read_over_cells(Terms(*map(apart, cells)), log_c, v, f, skip, beta)
-    return read, Terms(*(apart(part).squeeze(1) for part in after))
+    return _read(Terms(*map(apart, cells)), x), Terms(*(apart(part).squeeze(1) for part in after))
 
 
-def ssm_step(memory: Terms, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> tuple[Terms, Terms]:
+def ssm_step(memory: Terms, x: SsmInputs) -> tuple[Terms, Terms]:
     """What one token reads, (B, 1, D), and the memory after it."""
-    inputs = delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta
-    if skip is not None and by_kernels(*(x for x in inputs if x is not opens), *memory):
-        from fem.ops.ssm.ssm_token import ssm_token  # by Triton, which the library does not require
-
-        return ssm_token(memory, *inputs)
-    x, decay, log_c = _weights(delta, b, c, log_delta, log_b, log_c, opens, a)
-    after = cell_step(memory, x.squeeze(1), decay.squeeze(1), v, f, beta)
-    seen = memory._replace(log_weight=memory.log_weight + decay.squeeze(1)) if skip is None else after
-    return _read_over_cells(Terms(*(part.unsqueeze(1) for part in seen)), log_c, v, f, skip, beta), after
+    weight, decay = (part.squeeze(1) for part in _weights(x))
+    after = cell_step(memory, weight, decay, x.v, x.f, x.beta)
+    return _read(Terms(*(part.unsqueeze(1) for part in after)), x), after
 
 
-def _weights(delta, b, c, log_delta, log_b, log_c, opens, a) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-weight with which a token enters each cell, (.., N, D), the decay into it, and log c, (.., N, 1)."""
-    if log_delta is None:
-        log_delta, log_b, log_c = log(delta), log(b), log(c)
-    decay = delta.unsqueeze(-2) * a
-    if opens is not None:
-        decay = torch.where(opens[..., None, None], LOG_ZERO, decay)
-    x = log_delta.unsqueeze(-2) + log_b.unsqueeze(-1)
-    return x.clamp_min(LOG_ZERO), decay, log_c.unsqueeze(-1).clamp_min(LOG_ZERO)
+def _weights(x: SsmInputs) -> tuple[Tensor, Tensor]:
+    """The log-weight with which a token enters each cell, (B, T, N, D), and the decay into it."""
+    decay = x.delta.unsqueeze(-2) * x.a
+    if x.opens is not None:
+        decay = torch.where(x.opens[..., None, None], LOG_ZERO, decay)
+    return (x.log_delta.unsqueeze(-2) + x.log_b.unsqueeze(-1)).clamp_min(LOG_ZERO), decay
 
 
-def _read_over_cells(cells: Terms, log_c: Tensor, v: Tensor, f: Tensor, skip: Tensor | None, beta: Tensor) -> Terms:
+def _read(cells: Terms, x: SsmInputs) -> Terms:
     """The read over the cells, weighted c, and through the skip over the token itself once more."""
-    scores, *items = cells._replace(log_weight=cells.log_weight + log_c)
-    if skip is not None:
-        scores = torch.cat([scores, log(skip).expand_as(scores[..., :1, :])], -2)
-        items = [torch.cat([item, own.unsqueeze(-2)], -2) for item, own in zip(items, (v, f))]
-    scores = scores.clamp_min(LOG_ZERO)
-    total = scores.logsumexp(-2, keepdim=True)
-    seen = total > NO_WEIGHT
-    log_p = torch.where(seen, scores - total, LOG_ZERO)  # rows that see nothing have no p that sums to 1
-    mean, free_energy = items
-    mean = (beside(log_p, mean).exp() * mean).sum(-2, keepdim=True)
-    free_energy = log_average(beside(log_p, free_energy), beta * free_energy, -2) / beta
-    read = [torch.where(beside(seen, part), part, 0) for part in (mean, free_energy)]
-    return Terms(*(part.squeeze(-2) for part in (torch.where(seen, total, LOG_ZERO), *read)))
+    scores = cells.log_weight + x.log_c.unsqueeze(-1).clamp_min(LOG_ZERO)
+    scores = torch.cat([scores, log(x.skip).expand_as(scores[..., :1, :])], -2).clamp_min(LOG_ZERO)
+    items = (torch.cat([item, own.unsqueeze(-2)], -2) for item, own in zip(cells[1:], (x.v, x.f)))
+    return Terms(*(part.squeeze(-2) for part in read_over_cells(scores, *items, x.beta)))

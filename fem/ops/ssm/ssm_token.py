@@ -19,29 +19,28 @@ from fem.ops.common.merge_kernels import (
     merged_means,
 )
 from fem.ops.common.read import Terms
+from fem.ops.ssm.ssm_log_space import SsmInputs
 
 
 @triton.jit
 def ssm_token_kernel(
-    delta, log_delta, b, c, opens, v, f, a, skip, beta, weight, mean, free,
+    delta, log_delta, log_b, log_c, opens, v, f, a, skip, beta, weight, mean, free,
     weight_after, mean_after, free_after, total, mean_read, free_read, b_row, c_row,
-    N: tl.constexpr, WIDTH: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, LOGS: tl.constexpr,
-    OPENS: tl.constexpr, CELLS: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, WIDTH: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, OPENS: tl.constexpr,
+    CELLS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of BLOCK channels of a row, the N states as cells: w'_n = e^{delta a_n} w_n + delta b_n, read with weights c_n.
 
-    The cell behind them is the token itself, which is read through the skip. LOGS: b and c are given as logarithms.
+    The cell behind them is the token itself, which is read through the skip.
     """
     row, cell = tl.program_id(1).to(tl.int64), tl.arange(0, CELLS)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     state, itself, exists = cell < N, (cell == N)[:, None], column < WIDTH
     inside, at = state[:, None] & exists[None], row * N + cell
     step = tl.load(delta + row * WIDTH + column, exists, other=0.0)
-    into, out = tl.load(b + row * b_row + cell, state, other=0.0), tl.load(c + row * c_row + cell, state, other=0.0)
-    if LOGS:
-        height = tl.load(log_delta + row * WIDTH + column, exists, other=LOG_ZERO)
-    else:
-        height, into, out = log_or_zero(step), log_or_zero(into), log_or_zero(out)
+    into = tl.load(log_b + row * b_row + cell, state, other=0.0)
+    out = tl.load(log_c + row * c_row + cell, state, other=0.0)
+    height = tl.load(log_delta + row * WIDTH + column, exists, other=LOG_ZERO)
     decay = step[None] * tl.load(a + cell[:, None] * WIDTH + column[None], inside, other=0.0)
     if OPENS:
         decay = tl.where(tl.load(opens + row) != 0, LOG_ZERO, decay)
@@ -73,20 +72,20 @@ def ssm_token_kernel(
         tl.store(free_read + row * FREE + column, tl.where(log_z > NO_WEIGHT, seen, 0.0), there)
 
 
-def ssm_token(memory: Terms, delta, b, c, log_delta, log_b, log_c, opens, v, f, a, skip, beta) -> tuple[Terms, Terms]:
-    """`ssm_step` of float32 tensors without gradients, with a skip."""
-    (batch, _, width), states, mean, free = delta.shape, a.shape[0], v.shape[-1], f.shape[-1]
-    b, c = (x if x.stride(-1) == 1 else x.contiguous() for x in ((b, c) if log_delta is None else (log_b, log_c)))
-    given = [None if x is None else x.contiguous() for x in (opens, v, f, a, skip, beta, *memory)]
-    after = Terms(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in memory))
+def ssm_token(memory: Terms, x: SsmInputs) -> tuple[Terms, Terms]:
+    """`ssm_step` of float32 tensors without gradients."""
+    (batch, _, width), states, mean, free = x.delta.shape, x.a.shape[0], x.v.shape[-1], x.f.shape[-1]
+    log_b, log_c = (part if part.stride(-1) == 1 else part.contiguous() for part in (x.log_b, x.log_c))
+    delta, log_delta, *given = (
+        x.delta if part is None else part.contiguous() for part in (x.delta, x.log_delta, *x[4:], *memory)
+    )
+    after = Terms(*(torch.empty_like(part, memory_format=torch.contiguous_format) for part in memory))
     read = Terms(*(delta.new_empty(batch, 1, n) for n in (width, mean, free)))
     cells = triton.next_power_of_2(states + 1)
     block = max(1, NUMBERS // cells)
-    heights = delta if log_delta is None else log_delta
     with on(delta.device):
         ssm_token_kernel[triton.cdiv(width, block), batch](
-            delta.contiguous(), heights.contiguous(), b, c, *(delta if x is None else x for x in given), *after, *read,
-            b.stride(0), c.stride(0), N=states, WIDTH=width, MEAN=mean, FREE=free, LOGS=log_delta is not None,
-            OPENS=opens is not None, CELLS=cells, BLOCK=block,
+            delta, log_delta, log_b, log_c, *given, *after, *read, log_b.stride(0), log_c.stride(0), N=states,
+            WIDTH=width, MEAN=mean, FREE=free, OPENS=x.opens is not None, CELLS=cells, BLOCK=block,
         )  # fmt: skip
     return read, after

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 
-def state_scan(delta, a, b, c, u, opens, first, present: bool) -> tuple[Tensor, Tensor]:
-    """`sequential_scan`; unless `present`, a token reads what stood before it: sum_n c_tn e^{delta_t a_n} h_{t-1,n}."""
-    return _StateScan.apply(delta, a, b, c, u, opens, first, present)
+def state_scan(delta, a, b, c, u, opens, first) -> tuple[Tensor, Tensor]:
+    """`sequential_scan`, in the dtype of its inputs."""
+    return _StateScan.apply(delta, a, b, c, u, opens, first)
 
 
 class _StateScan(torch.autograd.Function):
     """The loop over tokens, forward and backward, which writes to buffers that were made before it."""
 
     @staticmethod
-    def forward(ctx, delta, a, b, c, u, opens, first, present):
+    def forward(ctx, delta, a, b, c, u, opens, first):
         """y and the last states; the states after every token are kept for the gradient."""
         (states, width), (batch, time, columns) = a.shape, u.shape
         keep = (delta.unsqueeze(-2) * a).exp_()
@@ -33,15 +33,14 @@ class _StateScan(torch.autograd.Function):
         for (keep_t, b_t, u_t, c_t), h_t, y_t in zip(_by_token(*tokens), h, y):
             torch.mul(keep_t, before, out=left)
             torch.addcmul(left, b_t, u_t, out=h_t)
-            torch.bmm(c_t, (h_t if present else left).view(batch, states, columns), out=y_t)
+            torch.bmm(c_t, h_t.view(batch, states, columns), out=y_t)
             before = h_t
         ctx.save_for_backward(delta, a, b, c, u, first, keep, h)
-        ctx.present = present
         return y.squeeze(2).transpose(0, 1), before.reshape(first.shape)
 
     @staticmethod
     def backward(ctx, d_y, d_last):
-        """With r the gradient of h_t, and q that of what was left of h_{t-1}."""
+        """With r the gradient of h_t."""
         delta, a, b, c, u, first, keep, h = ctx.saved_tensors
         shape, whole = h.shape[1:], first.shape
         d_a, d_delta, d_u = torch.zeros_like(a), torch.empty_like(delta), torch.empty_like(u)
@@ -53,21 +52,15 @@ class _StateScan(torch.autograd.Function):
         earlier = [first.view(shape), *h.unbind(0)]
         for t, token in reversed(list(enumerate(_by_token(*inputs)))):
             keep_t, b_t, c_t, pull_t, delta_t, u_t, dy_t, d_delta_t, d_u_t, d_b_t, d_c_t = token
-            before = earlier[t]
-            if ctx.present:
-                q = torch.addcmul(after, c_t, pull_t, out=r)
-                seen = earlier[t + 1]
-            else:
-                q = torch.addcmul(r.copy_(after), c_t, pull_t)
-                seen = keep_t.unsqueeze(-2) * before
+            torch.addcmul(after, c_t, pull_t, out=r)
             d_b_t.copy_(r.view(whole) @ u_t.unsqueeze(-1))
             d_u_t.copy_(b_t @ r.view(whole))
-            d_c_t.copy_(seen.view(whole) @ dy_t.unsqueeze(-1))
-            torch.mul(q, keep_t.unsqueeze(-2), out=after)
-            d_decay = torch.mul(after, before, out=product).sum(-2)
+            d_c_t.copy_(earlier[t + 1].view(whole) @ dy_t.unsqueeze(-1))
+            torch.mul(r, keep_t.unsqueeze(-2), out=after)
+            d_decay = torch.mul(after, earlier[t], out=product).sum(-2)
             torch.sum(d_decay * a, 1, out=d_delta_t)
             d_a += (d_decay * delta_t).sum(0)
-        return d_delta, d_a, d_b, d_c, d_u, None, after.view(whole), None
+        return d_delta, d_a, d_b, d_c, d_u, None, after.view(whole)
 
 
 def _by_token(*tensors: Tensor):

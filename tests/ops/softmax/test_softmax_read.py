@@ -10,7 +10,6 @@ from reads import make
 
 from fem.functional import softmax_read
 from fem.ops.common.fallback_count import fallbacks
-from fem.ops.common.naive_rows import supports
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax import attend, exact, free_energy
 from fem.ops.softmax.support import Support, bounds, support
@@ -240,6 +239,24 @@ def test_the_ops_are_what_they_say_they_are():
             out, energies, lse, _ = free_energy._read_forward(*how)
             grads = torch.randn(2, 9, 4, 4), torch.randn_like(energies)
             torch.library.opcheck(free_energy._read_backward, (*grads, *how, out, lse, False), test_utils=checks)
+
+
+def supports(keep, ids, causal, window):
+    """Whether token t sees token i. A masked token belongs to the document of the kept one before it."""
+    document, last, number = [], None, 0
+    for i, kept in enumerate(keep):
+        if kept:
+            if ids is not None and last is not None and ids[i] != last:
+                number += 1
+            last = None if ids is None else ids[i]
+        document.append(number)
+
+    def sees(t: int, i: int) -> bool:
+        together = ids is None or document[i] == document[t]
+        near = window is None or abs(t - i) < window
+        return keep[i] and (i <= t or not causal) and together and near
+
+    return sees
 
 
 @settings(max_examples=60, deadline=None)

@@ -27,7 +27,7 @@ from fem.ops.common.triton_math import (
     gate,
     level,
     lifted,
-    softplus,
+    through_gate,
     turn,
 )
 
@@ -85,18 +85,29 @@ def slope_of_beta(beta):
 
 
 @triton.jit
+def modulation(
+    h, weight, tokens, v_row: tl.constexpr, h_row: tl.constexpr, heads: tl.constexpr, SOURCE: tl.constexpr,
+    CONTEXT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Where the values of a program's tile stand, among tokens that are v_row apart and side by side; which exist; and
+    1 + W h."""
+    head, tile = tl.program_id(0) % heads, tl.program_id(0) // heads
+    column, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
+    token, rows = row.to(tl.int64)[:, None], row < tokens
+    at, packed = token * v_row + head * SOURCE + column[None], token * heads * SOURCE + head * SOURCE + column[None]
+    eta = product(h, token, rows, h_row, weight, head, SOURCE, CONTEXT, column)
+    return at, packed, rows[:, None] & (column < SOURCE)[None], 1.0 + eta
+
+
+@triton.jit
 def modulate_kernel(
     v, h, weight, values, tokens, v_row: tl.constexpr, h_row: tl.constexpr, heads: tl.constexpr,
     SOURCE: tl.constexpr, CONTEXT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """values = v (1 + W h)."""
-    head, tile = tl.program_id(0) % heads, tl.program_id(0) // heads
-    column, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
-    token, rows = row.to(tl.int64)[:, None], row < tokens
-    inside = rows[:, None] & (column < SOURCE)[None]
-    eta = product(h, token, rows, h_row, weight, head, SOURCE, CONTEXT, column)
-    x = tl.load(v + token * v_row + head * SOURCE + column[None], inside, other=0.0).to(tl.float32)
-    tl.store(values + token * heads * SOURCE + head * SOURCE + column[None], x * (1.0 + eta), inside)
+    at, packed, inside, factor = modulation(h, weight, tokens, v_row, h_row, heads, SOURCE, CONTEXT, ROWS, COLUMNS)
+    x = tl.load(v + at, inside, other=0.0).to(tl.float32)
+    tl.store(values + packed, x * factor, inside)
 
 
 @triton.jit
@@ -105,15 +116,10 @@ def modulate_backward_kernel(
     SOURCE: tl.constexpr, CONTEXT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dv = (1 + W h) d values, whose tokens lie as v's do, and d(W h) = v d values."""
-    head, tile = tl.program_id(0) % heads, tl.program_id(0) // heads
-    column, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
-    token, rows = row.to(tl.int64)[:, None], row < tokens
-    inside = rows[:, None] & (column < SOURCE)[None]
-    eta = product(h, token, rows, h_row, weight, head, SOURCE, CONTEXT, column)
-    at, packed = token * v_row + head * SOURCE + column[None], token * heads * SOURCE + head * SOURCE + column[None]
+    at, packed, inside, factor = modulation(h, weight, tokens, v_row, h_row, heads, SOURCE, CONTEXT, ROWS, COLUMNS)
     d = tl.load(d_values + packed, inside, other=0.0).to(tl.float32)
     x = tl.load(v + at, inside, other=0.0).to(tl.float32)
-    tl.store(d_v + at, d * (1.0 + eta), inside)
+    tl.store(d_v + at, d * factor, inside)
     tl.store(d_eta + packed, d * x, inside)
 
 
@@ -298,7 +304,7 @@ def mix_backward_kernel(
     GROUP: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
     RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """du = g do; ds = r (h - r^2 mean(h s) s), h = u do, r the norm's factor; dR = dF / (beta R).
+    """du = g do; dR = dF / (beta R).
 
     d_theta: of this tile, -sum_t dF (F - c) / beta dbeta/dtheta. Doubtful entries pass no dR: their dF goes to d_free.
     d_biases (B tiles, 2 or 1, H width): of slim gates, of this tile, the gradients of lambda's bias and of g's.
@@ -337,17 +343,13 @@ def mix_backward_kernel(
             u = tl.where(in_free, free_energy, u)
     if GATED:
         logit = load_logits(outer, outer_up, outer_bias, token, rows, head, column, outer_row, width, RANK)
-        s = tl.where(inside, softplus(logit), 0.0)
-        r = tl.rsqrt(tl.sum(s * s, 1) / width + eps)[:, None]
-        h = d_u * u
-        d_s = r * (h - r * r * (tl.sum(h * s, 1) / width)[:, None] * s)
-        d_logit = tl.where(inside, d_s * tl.sigmoid(logit), 0.0)
+        d_logit, d_u = through_gate(logit, u, d_u, inside, width, eps)
+        d_logit = tl.where(inside, d_logit, 0.0)
         tl.store(d_outer + token * d_outer_row + head * width + column[None], d_logit, inside)
         if RANK > 0:
             last = (batch * tl.num_programs(1) + tile) * (SHARED + 1) + SHARED
             at = d_biases + (last * heads + head) * width + column
             tl.store(at, tl.sum(d_logit, 0), column < width)
-        d_u *= r * s
     if FREE > 0:
         if SHARED:
             d_logit = tl.where(inside, d_u * gap * lambda_ * (1 - lambda_), 0.0)

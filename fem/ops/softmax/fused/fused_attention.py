@@ -91,21 +91,7 @@ def kernel_attention_backward(
     else:
         seed, offset = (lse.new_empty(1, dtype=torch.long) for _ in "so")
         grads = aten._scaled_dot_product_cudnn_attention_backward(
-            grad,
-            q,
-            k,
-            values,
-            out,
-            lse.unsqueeze(-1),
-            seed,
-            offset,
-            None,
-            None,
-            None,
-            time,
-            time,
-            0.0,
-            causal,
+            grad, q, k, values, out, lse.unsqueeze(-1), seed, offset, None, None, None, time, time, 0.0, causal,
             scale=scale,
-        )
+        )  # fmt: skip
     return [x.transpose(1, 2).contiguous() for x in grads]
