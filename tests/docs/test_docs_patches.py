@@ -37,4 +37,4 @@ def test_every_patch_stands_on_the_page():
     told = set(re.findall(r"`((?:fem|research)/[\w/]+\.py)`", section.partition("\n## ")[0]))
     files = [*(ROOT / "fem").rglob("*.py"), *(ROOT / "research" / "fem_research").rglob("*.py")]
     found = {path.relative_to(ROOT).as_posix() for path in files if patches(ast.parse(path.read_text()))}
-    assert found | {"fem/train/titan/parallel.py"} == told  # a schedule, which is imported under no name
+    assert found <= told

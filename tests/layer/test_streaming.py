@@ -3,7 +3,7 @@
 import pytest
 import torch
 from layers import FAMILIES, WIDTH, make_layer
-from own_priors import BoundedValues, DoubleTurn
+from own_priors import BoundedValues, CosinePrior, DoubleTurn
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 
@@ -54,7 +54,7 @@ def test_an_outlier_token_leaves_a_layer_exact(prior, spike):
     assert (got - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("prior", [DoubleTurn, BoundedValues])
+@pytest.mark.parametrize("prior", [CosinePrior, DoubleTurn, BoundedValues])
 def test_an_own_softmax_prior_streams_as_it_reads(monkeypatch, prior):
     monkeypatch.setitem(PRIORS, prior.name, prior)
     layer = make_layer(torch.float32, prior_type=prior.name)
