@@ -17,6 +17,7 @@ PAPER_SIZES = [(256, 4), (512, 8), (768, 8)]
 MATCHED = [{"prior_type": name} for name in PRIORS] + [{"prior_type": "softmax", "n_kv_head": 2}]
 MATCHED += [{"prior_type": name, "gate_rank": 4} for name in PRIORS]
 MATCHED += [{"prior_type": "softmax", "gate_rank": 0}, {"prior_type": "softmax", "gate_rank": 4, "n_kv_head": 2}]
+MATCHED += [{"prior_type": name, "gate_rank": 4, "free_share": 0.5} for name in PRIORS if PRIORS[name].takes_pairs]
 if "gla" in PRIORS:
     MATCHED += [{"prior_type": "gla", "decay": "channel"}, {"prior_type": "gla", "decay": "scalar"}]
 
@@ -52,7 +53,8 @@ def best_of_all(config):
     """Of the widths of a head from 1 to 4 D / H: the nearest multiple of 8 from 48 on that is within 4 %, or else the
     nearest of all."""
     most = 4 * config.n_embd // config.n_head
-    tried = [dataclasses.replace(config, fem_dim=size * config.n_head) for size in range(1, most + 1)]
+    least = 1 if config.free_share is None else 2  # half of whose channels is a whole one
+    tried = [dataclasses.replace(config, fem_dim=size * config.n_head) for size in range(least, most + 1)]
     eights = [one for one in tried if one.value_width >= 48 and one.value_width % 8 == 0 and off(one) <= 0.04]
     return min(eights or tried, key=off)
 
@@ -65,26 +67,25 @@ def test_matched_solves_the_widths_that_trying_them_all_finds(fields, widths):
 
 
 def gated(fields, ablation):
-    """Whether the ablation has a gate for the fields' gate_rank."""
-    off = ABLATIONS[ablation]
-    return "gate_rank" not in fields or off.get("use_temperature", True) or off.get("use_outer_gate", True)
+    """Whether the ablation has a gate for the fields' gate_rank, and a free energy for their free_share."""
+    off = {"use_lse": True, "use_temperature": True, "use_outer_gate": True} | ABLATIONS[ablation]
+    gate = off["use_outer_gate"] or (off["use_temperature"] and "free_share" not in fields)
+    return ("gate_rank" not in fields or gate) and ("free_share" not in fields or off["use_lse"])
 
 
 @pytest.mark.parametrize(
-    "case, ablation", [(case, a) for case, a in some_pairs([*enumerate(MATCHED)], ABLATIONS) if gated(case[1], a)]
+    "case, ablation", [(case, a) for case, a in some_pairs([*enumerate(MATCHED)], ABLATIONS, 6) if gated(case[1], a)]
 )
 def test_matched_layers_have_the_weights_of_attention(case, ablation):
     number, fields = case
     width, heads = PAPER_SIZES[number % 3]
     config = FreeEnergyMixerConfig.matched(n_embd=width, n_head=heads, **fields, **ABLATIONS[ablation])
     assert off(best_of_all(config)) == off(config)
-    neighbours = [dataclasses.replace(config, fem_dim=config.fem_dim + step) for step in (-heads, heads)]
-    one_head_wider = abs(neighbours[1].linear_weights - config.linear_weights) / (4 * width**2)
+    wider = dataclasses.replace(config, fem_dim=config.fem_dim + heads)
     if config.value_width >= 48 and config.value_width % 8 == 0:
         assert off(config) <= 0.04
     else:
-        assert off(config) <= min(map(off, neighbours))
-        assert off(config) <= max(0.005, one_head_wider / 2)
+        assert off(config) <= max(0.005, (wider.linear_weights - config.linear_weights) / (4 * width**2) / 2)
         assert off(config) <= 0.005 or fields["prior_type"] not in ("softmax", "linear", "gla")
 
 
