@@ -102,7 +102,7 @@ def test_a_read_across_is_its_definition(row):
         torch.testing.assert_close(layer(x, memory, mask), in_loops(layer, x, memory, keep), rtol=1e-9, atol=1e-9)
 
 
-@rows
+@pytest.mark.parametrize("row", ["published", "gates per head", "grouped", "-T", "-G,T,L"])
 def test_gradients_of_a_read_across_match_finite_differences(row):
     layer, (x, memory) = cross(**ROWS[row]), inputs()
     x.requires_grad_(), memory.requires_grad_()
