@@ -59,7 +59,7 @@ class Metrics(TrainerCallback):
         control.should_log = control.should_log or control.should_save or control.should_evaluate
 
     def on_log(self, args, state, control, logs, model, **_):
-        if not math.isfinite(loss := logs.get("eval_loss", 0.0)):  # of training steps the gradient tells
+        if not math.isfinite(loss := logs.get("eval_loss", 0.0)):
             raise NotFinite(f"the validation loss is {loss} at step {state.global_step}; {ADVICE}; {kept(self.output)}")
         if not state.is_world_process_zero:
             return

@@ -387,7 +387,10 @@ def test_a_gradient_of_nan_stops_the_run_and_names_the_step(data, tmp_path, monk
     assert newest(tmp_path / "run").name == "checkpoint-5"
 
 
-def test_weights_that_are_not_finite_never_become_a_checkpoint(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "eval_steps, sentence", [(50, "is not finite at step 10"), (10, "the validation loss is nan at step 10")]
+)
+def test_weights_that_are_not_finite_never_become_a_checkpoint(data, tmp_path, monkeypatch, eval_steps, sentence):
     original = metrics.Metrics.on_step_end
 
     def spoil(self, args, state, control, model=None, **given):
@@ -396,8 +399,8 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(data, tmp_path, m
             next(model.parameters()).data.view(-1)[0] = math.inf
 
     monkeypatch.setattr(metrics.Metrics, "on_step_end", spoil)
-    with pytest.raises(ValueError, match="at step 10"):
-        train.run(tiny(data, eval_steps=50), tmp_path / "run")
+    with pytest.raises(ValueError, match=sentence):
+        train.run(tiny(data, eval_steps=eval_steps), tmp_path / "run")
     assert newest(tmp_path / "run").name == "checkpoint-5"
 
 
