@@ -59,10 +59,8 @@ class Metrics(TrainerCallback):
         control.should_log = control.should_log or control.should_save or control.should_evaluate
 
     def on_log(self, args, state, control, logs, model, **_):
-        for name in OURS:
-            if not math.isfinite(logs.get(name, 0.0)):
-                what = f"the {'validation loss' if name == 'eval_loss' else 'loss'} is {logs[name]}"
-                raise NotFinite(f"{what} at step {state.global_step}; {ADVICE}; {kept(self.output)}")
+        if not math.isfinite(loss := logs.get("eval_loss", 0.0)):
+            raise NotFinite(f"the validation loss is {loss} at step {state.global_step}; {ADVICE}; {kept(self.output)}")
         if not state.is_world_process_zero:
             return
         if "loss" in logs:

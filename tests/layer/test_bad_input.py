@@ -14,19 +14,26 @@ from fem.priors import PRIORS, OperatorPrior, Prior
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
 NAN, INF = float("nan"), float("inf")
+SIZES = {"n_embd": 64, "n_head": 4}
 X = torch.zeros(2, 6, 64)
 NESTED = torch.nested.nested_tensor([*X], layout=torch.jagged)
 ONES = torch.ones(2, 6, dtype=torch.bool)
 NORMALISED = {"normalize": True, "mamba_normalize": True}
+NO_F = {"use_lse": False, "use_temperature": False}
+NO_GATES = {"use_temperature": False, "use_outer_gate": False}
 LINEAR, GLA, MAMBA = ({"prior_type": name} for name in ("linear", "gla", "mamba"))
 
 
 def config(**fields):
-    return FreeEnergyMixerConfig(**{"n_embd": 64, "n_head": 4} | fields)
+    return FreeEnergyMixerConfig(**SIZES | fields)
 
 
 def matched(**fields):
-    return FreeEnergyMixerConfig.matched(**{"n_embd": 64, "n_head": 4} | fields)
+    return FreeEnergyMixerConfig.matched(**SIZES | fields)
+
+
+def paper(**fields):
+    return FreeEnergyMixerConfig.paper(**SIZES | {"prior_type": "mamba"} | fields)
 
 
 def layer(prior=None, **fields):
@@ -44,6 +51,11 @@ def inspect(x=X, **given):
 
 def state_of(rows=2, dtype=torch.float32, **fields):
     return layer(**fields).to(dtype)(torch.zeros(rows, 3, 64, dtype=dtype), return_state=True)[1]
+
+
+@torch.no_grad()
+def packed():
+    state_of().to(torch.float16)
 
 
 def continued(**fields):
@@ -108,9 +120,6 @@ def ssm(**changes):
     return ssm_read(**fields | changes)
 
 
-SIZES = {"n_embd": 64, "n_head": 4}
-
-
 def cross(**fields):
     return FreeEnergyCrossMixer(**SIZES | fields)
 
@@ -119,8 +128,12 @@ def crossed(**given):
     return cross()(**{"x": X, "memory": X} | given)
 
 
+def pool(**fields):
+    return FreeEnergyPooling(**SIZES | fields)
+
+
 def pooled(**given):
-    return FreeEnergyPooling(**SIZES)(**{"x": X} | given)
+    return pool()(**{"x": X} | given)
 
 
 def restored(**changes):
@@ -202,7 +215,17 @@ TABLE = [
     (config, {"use_conv": False, "conv_norm_first": False}, ValueError, "conv_norm_first needs use_conv=True"),
     (config, {"use_temperature": False, "use_outer_gate": False, "gate_rank": 4}, ValueError, "gate_rank needs a gate"),
     (config, {"free_share": 0.5, "use_outer_gate": False, "gate_rank": 4}, ValueError, "gate_rank needs a gate"),
-    (matched, {"fem_dim": 32}, ValueError, "matched solves the widths; leave out fem_dim"),
+    (matched, {"fem_dim": 32}, ValueError, "^matched solves the widths; leave out fem_dim"),
+    (paper, {"fem_dim": 32}, ValueError, "^paper solves the widths; leave out fem_dim"),
+    (FreeEnergyMixerConfig.slim, SIZES | NO_GATES | {"gate_rank": 4}, ValueError, "gate_rank needs a gate"),
+    (FreeEnergyMixerConfig.split, SIZES | NO_GATES | {"gate_rank": 4}, ValueError, "gate_rank needs a gate"),
+    *(
+        (config, {"keep_lambda": True} | fields, ValueError, "^keep_lambda=True needs use_lse=True, .* no free_share")
+        for fields in ({}, NO_F, {"use_temperature": False, "free_share": 0.5})
+    ),
+    (config, {"free_share": 0.05}, ValueError, r"free_share must give each head a whole channel of its 8, got 0\.05"),
+    (config, NO_F | {"free_share": 0.5}, ValueError, "free_share needs use_lse=True"),
+    (config, {"free_share": 0.5, "prior_type": "mamba_interactive"}, ValueError, "reads all channels of a head togeth"),
     (matched, {"widow": 3}, TypeError, "did you mean 'window'"),
     # Building a layer.
     (FreeEnergyMixer, {"config": SIZES}, TypeError, "config must be a FreeEnergyMixerConfig, .* got a dict"),
@@ -210,6 +233,15 @@ TABLE = [
     (unsaved, {}, ValueError, "buffer 'table' of a prior must be persistent, got persistent=False"),
     (unsaved_below, {}, ValueError, r"buffer 'part\.table' of a prior must be persistent"),
     (OperatorPrior, {"op": "cumsum"}, TypeError, "op must be a function or module .* got 'cumsum'"),
+    *(
+        (operator, {"op": lambda x, to=to: x.cumsum(1).to(to)}, TypeError, f"op must return .* torch.float32, got {to}")
+        for to in (torch.float64, torch.float16, torch.long)
+    ),
+    *(
+        (lambda has=has: layer(PRIORS["softmax"](config(**has))), {}, ValueError, f"prior must be built .*got {name}=")
+        for has in ({"causal": False}, {"window": 2}, {"use_conv": False})
+        for name in has
+    ),
     (operator, {"op": torch.cumsum, "causal": False}, ValueError, "leave out causal, got causal=False"),
     (operator, {"op": torch.cumsum, "normalize": False} | GLA, ValueError, "leave out normalize, got"),
     (operator, {"op": torch.cumsum, "n_kv_head": 2}, ValueError, "leave out n_kv_head, got n_kv_head=2"),
@@ -253,11 +285,35 @@ TABLE = [
     (call, {"fields": {"causal": False}, "state": state_of()}, ValueError, "causal=False"),
     (inspect, {"x": X[:, :0]}, ValueError, "inspect needs at least one row and one token"),
     # States.
+    *(
+        (lambda to=to: state_of().to(to), {}, TypeError, "target must be a device or a dtype of torch")
+        for to in (float, 1.0, None)
+    ),
+    (lambda: state_of().to(torch.int64), {}, TypeError, r"to a floating dtype, got torch\.int64"),
+    (packed, {}, ValueError, r"holds exp\(beta v\), which has no range in float16"),
     (continued, {"n_head": 2}, ValueError, "state belongs to another layer: it has n_head=2"),
     (continued, GLA, ValueError, "state belongs to another layer: it has prior=gla"),
     (continued, {"rows": 3}, ValueError, "another batch size: it has 3, this call has 2"),
     (continued, {"dtype": torch.float64}, ValueError, r"another input dtype: it has torch\.float64"),
     (lambda: call(state=state_of().to("meta")), {}, ValueError, "another device: it has meta, this call has cpu"),
+    # A memory or a set.
+    (cross, {"window": 3}, TypeError, "got window"),
+    (cross, {"prior_type": "gla"}, TypeError, "got prior_type"),
+    (cross, {"memory_dim": "8"}, ValueError, "memory_dim must be a positive integer, got"),
+    (pool, {"queries": 0}, ValueError, "queries must be a positive integer, got 0"),
+    (pool, {"queries": 1.5}, ValueError, "queries must be a positive integer, got 1.5"),
+    (crossed, {"x": None}, TypeError, "x must be a floating-point .* got a NoneType"),
+    (crossed, {"memory": X.long()}, TypeError, r"memory must be a .* got dtype torch\.int64"),
+    (crossed, {"memory": X.half()}, TypeError, "memory must have the layer's dtype"),
+    (crossed, {"memory": X.to("meta")}, ValueError, "memory must be on the layer's device"),
+    (crossed, {"memory_mask": ONES.float()}, TypeError, "memory_mask must be"),
+    (crossed, {"memory_mask": ONES[:, 1:]}, ValueError, "memory_mask must have shape"),
+    (crossed, {"memory": torch.zeros(3, 3, 64)}, ValueError, "one batch size, got 2 and 3"),
+    (pooled, {"x": X.tolist()}, TypeError, "x must be a floating-point tensor .* got a list"),
+    (pooled, {"x": X.double()}, TypeError, "x must have the layer's dtype"),
+    (pooled, {"x": X[0]}, ValueError, "x must have shape"),
+    (pooled, {"x": torch.zeros(2, 3, 65)}, ValueError, "x must have shape"),
+    (pooled, {"attention_mask": ONES.float()}, TypeError, "attention_mask must be"),
     # The softmax read.
     (read, {"beta": some(NAN, 2, 3)}, ValueError, "beta must be positive, finite and not NaN, got nan"),
     (read, {"beta": torch.ones(3)}, ValueError, r"beta must .* shape .*\(2, 3\), got \(3,\)"),

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from layers import WIDTH
+import torch.nn.functional as F
+from layers import HEADS, WIDTH, make_layer, tokens
 
 from fem import FreeEnergyMixerConfig
 from fem.conditioner import TimeDecayConditioner
@@ -100,3 +101,26 @@ def test_a_streamed_conditioner_of_bfloat16_carries_float32():
             _, hidden = conditioner(token, read_tokens((1, 1), x.device)[0], hidden)
     assert hidden.dtype == torch.float32
     torch.testing.assert_close(hidden, whole, rtol=1e-2, atol=1e-2)
+
+
+def by_definition(layer, x):
+    """A softmax layer without positions, full gates and all: Eq. 4, 7, 11, 33, 34a and 34b by torch's operations."""
+    h = by_loop(layer.conditioner, x)
+    heads = lambda z: z.unflatten(-1, (HEADS, -1)).transpose(1, 2)  # noqa: E731
+    heard = lambda part: heads(F.linear(torch.cat([x, h], -1), part.weight, part.bias))  # noqa: E731
+    q, k, inner, outer = map(heard, (layer.prior.query, layer.prior.key, layer.gate.inner, layer.gate.outer))
+    v = heads(F.linear(x, layer.value.weight, layer.value.bias) * (1 + F.linear(h, layer.value_scale.weight)))
+    hidden = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+    p = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(hidden, -math.inf).softmax(-1)
+    beta = torch.log1p((layer.beta.theta + layer.config.beta_max_init).exp())[:, None]
+    lam, g = 1 / (1 + torch.exp(-inner)), torch.log1p(outer.exp())
+    g = g / (g.square().mean(-1, keepdim=True) + layer.config.eps).sqrt()
+    u = (1 - lam) * (p @ v) + lam * (p @ (beta * v).exp()).log() / beta
+    return F.linear((g * u).transpose(1, 2).flatten(2), layer.output.weight, layer.output.bias)
+
+
+def test_every_map_hears_it_and_the_layer_is_the_papers():
+    layer, x = make_layer(use_rope=False), tokens()
+    for norm in (layer.conditioner.norm_in, layer.conditioner.norm):
+        norm.reset_parameters()
+    torch.testing.assert_close(layer(x), by_definition(layer, x), rtol=1e-9, atol=1e-9)

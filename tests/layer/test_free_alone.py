@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from layers import FAMILIES, WIDTH, make_layer, tokens
+from layers import FAMILIES, make_layer, tokens
 
 from fem import PRIORS, FreeEnergyMixerConfig
-from fem.ops.common.read import Read
-from fem.pooling import FreeEnergyPooling
 
 BY_CHANNEL = [name for name, fields in FAMILIES.items() if PRIORS[fields["prior_type"]].takes_pairs]  # a cap needs it
 
@@ -32,29 +30,11 @@ def test_f_alone_is_f_beside_the_mean(family, cap):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
-def test_the_cache_of_f_alone_is_attentions():
-    sizes = {"n_embd": WIDTH, "n_head": 4, "use_conv": False, "use_outer_gate": False, "use_temperature": False}
-    states = [make_layer(**sizes, use_lse=use_lse)(tokens(), return_state=True)[1] for use_lse in (True, False)]
-    shift_and_beta = 2 * 8 * WIDTH * tokens().shape[0]
-    assert states[0].nbytes - states[1].nbytes <= shift_and_beta
-
-
 def test_inspect_shows_the_mean_that_is_not_read():
     layer, both = pair("softmax")
     reading = layer.inspect(tokens())
     torch.testing.assert_close(reading.mean, both.inspect(tokens()).mean)
     assert reading.gap.shape == reading.mean.shape
-
-
-def test_pooling_by_f_alone_is_f_beside_the_mean():
-    pool = FreeEnergyPooling(16, 2, use_temperature=False)
-    x = torch.randn(3, 5, 16)
-    q, k, v, _ = pool.read._read_of(*pool._set(x, None))
-    beta = pool.read.temperature(v)
-    p = (torch.einsum("bthc,bihc->bthi", q, k) / q.shape[-1] ** 0.5).softmax(-1)
-    wanted = torch.einsum("bthi,bihd->bthd", p, (beta * v).exp()).log() / beta
-    mixed = pool.read.gate.mixed(pool.query.expand(3, -1, -1), Read(wanted, wanted))
-    torch.testing.assert_close(pool(x), pool.read.output(mixed.flatten(-2)))
 
 
 def test_matched_widths_do_not_change():

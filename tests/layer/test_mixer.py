@@ -252,6 +252,18 @@ def test_the_cap_clips_the_log_sum_exp_branch_alone(family):
     close(tight(x[:, 4:], state=state), tight(x)[:, 4:])
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"fem_dim": 32}, {"free_share": 0.5}, {"use_temperature": False}, ABLATIONS["-G,T,L"]],
+    ids=["pairs at half the width", "split", "F alone", "the mean alone"],
+)
+def test_the_cache_of_every_form_is_attentions(fields):
+    """Values and their exponentials are as wide as the keys; a scale a head, where there are exponentials, aside."""
+    layer = FreeEnergyMixer(FreeEnergyMixerConfig(**{"n_embd": 64, "n_head": 4, "fem_dim": 64, "qk_dim": 64} | fields))
+    _, state = layer(torch.randn(1, 10, 64), return_state=True)
+    assert state.memory["value"].numel() == state.memory["key"].numel() == 10 * 64
+
+
 def test_the_window_cache_keeps_the_window_only():
     layer, x = make_layer(window=4, prior_type="softmax"), tokens(time=40)
     sizes, state = [], None
@@ -259,12 +271,6 @@ def test_the_window_cache_keeps_the_window_only():
         _, state = layer(x[:, t : t + 1], state=state, return_state=True)
         sizes.append(state.nbytes)
     assert sizes[-1] == sizes[3]
-
-
-def test_the_value_cache_holds_values_and_their_exponentials_as_wide_as_the_keys():
-    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4))
-    _, state = layer(torch.randn(1, 10, 64), return_state=True)
-    assert state.memory["value"].numel() == state.memory["key"].numel()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

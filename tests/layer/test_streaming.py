@@ -3,7 +3,7 @@
 import pytest
 import torch
 from layers import FAMILIES, WIDTH, make_layer
-from own_priors import BoundedValues, DoubleTurn
+from own_priors import BoundedValues, CosinePrior, DoubleTurn
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 
@@ -54,8 +54,8 @@ def test_an_outlier_token_leaves_a_layer_exact(prior, spike):
     assert (got - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("prior", [DoubleTurn, BoundedValues])
-def test_an_own_softmax_prior_streams_as_it_reads(monkeypatch, prior):
+@pytest.mark.parametrize("prior", [CosinePrior, DoubleTurn, BoundedValues])
+def test_an_own_softmax_prior_streams_as_it_reads_and_is_normalised(monkeypatch, prior):
     monkeypatch.setitem(PRIORS, prior.name, prior)
     layer = make_layer(torch.float32, prior_type=prior.name)
     x = torch.randn(1, 9, WIDTH)
@@ -64,6 +64,8 @@ def test_an_own_softmax_prior_streams_as_it_reads(monkeypatch, prior):
         for t in range(6, 9):
             y, state = layer(x[:, t : t + 1], state=state, return_state=True)
     torch.testing.assert_close(y, layer(x)[:, -1:], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="a softmax prior is normalised by definition"):
+        make_layer(prior_type=prior.name, normalize=False)
 
 
 @pytest.mark.parametrize("fields", [{}, {"free_share": 0.5, "gate_rank": 4}, {"value_logexp_cap": 4.0}], ids=str)

@@ -387,7 +387,10 @@ def test_a_gradient_of_nan_stops_the_run_and_names_the_step(data, tmp_path, monk
     assert newest(tmp_path / "run").name == "checkpoint-5"
 
 
-def test_weights_that_are_not_finite_never_become_a_checkpoint(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "eval_steps, sentence", [(50, "is not finite at step 10"), (10, "the validation loss is nan at step 10")]
+)
+def test_weights_that_are_not_finite_never_become_a_checkpoint(data, tmp_path, monkeypatch, eval_steps, sentence):
     original = metrics.Metrics.on_step_end
 
     def spoil(self, args, state, control, model=None, **given):
@@ -396,95 +399,103 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(data, tmp_path, m
             next(model.parameters()).data.view(-1)[0] = math.inf
 
     monkeypatch.setattr(metrics.Metrics, "on_step_end", spoil)
-    with pytest.raises(ValueError, match="at step 10"):
-        train.run(tiny(data, eval_steps=50), tmp_path / "run")
+    with pytest.raises(ValueError, match=sentence):
+        train.run(tiny(data, eval_steps=eval_steps), tmp_path / "run")
     assert newest(tmp_path / "run").name == "checkpoint-5"
 
 
 # Models that are read
 
 
-KINDS = ("missing", "pickle", "folder of pickles", "nothing", "cut off", "corrupt", "other")
+def rewrite(name, change):
+    """Change the bytes of a file of the model."""
+
+    def broken(folder):
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+    return broken
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "config", "tokenizer", "part of the tokenizer", "no tokenizer"])
-def test_models_that_cannot_be_read_are_refused_in_one_sentence(whole, tmp_path, kind):
-    folder = tmp_path / "model"
-    if kind not in ("missing", "pickle", "nothing"):
-        shutil.copytree(newest(whole), folder)
-    sentence = {
-        "missing": "got no such folder",
-        "pickle": "got the file .*may run code",
-        "folder of pickles": "must hold its weights as safetensors, .*pytorch_model.bin, which may run code",
-        "nothing": "must hold config.json and safetensors",
-        "cut off": "corrupt or cut off",
-        "corrupt": "corrupt or cut off",
-        "other": "do not belong together",
-        "config": "config.json in .* names no model_type, it may be corrupt or cut off",
-        "tokenizer": "the tokenizer in .* cannot be read, it may be missing, corrupt or cut off: ",
-        "part of the tokenizer": "the tokenizer in .* cannot be read, it may be missing, corrupt or cut off: ",
-        "no tokenizer": "the tokenizer in .* may be missing",
-    }[kind]
-    weights = folder / "model.safetensors"
-    if kind == "pickle":
-        folder = tmp_path / "model.pt"
-        folder.write_bytes(b"pickle")
-    elif kind == "nothing":
-        folder.mkdir()
-    elif kind == "folder of pickles":
-        weights.rename(folder / "pytorch_model.bin")
-    elif kind == "cut off":
-        weights.write_bytes(weights.read_bytes()[:-1000])
-    elif kind == "corrupt":
-        weights.write_bytes(b"\x00" * 64)
-    elif kind == "config":
-        (folder / "config.json").write_bytes((folder / "config.json").read_bytes()[:100])
-    elif kind == "tokenizer":
-        (folder / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes()[:200])
-    elif kind == "part of the tokenizer":
-        (folder / "tokenizer.json").write_text('{"added_tokens": [], "model": {"type": "BPE"}}')
-    elif kind == "no tokenizer":
-        (folder / "tokenizer.json").unlink()
-    elif kind == "other":
-        train_tokenizer(["another text entirely, with other letters: äöüß"] * 3, 400).save_pretrained(folder)
-        tokens = json.loads((folder / "tokenizer.json").read_text())
-        tokens["added_tokens"].append({**tokens["added_tokens"][0], "id": 900, "content": "<|more|>"})
-        for index in range(300, 310):
-            tokens["added_tokens"].append({**tokens["added_tokens"][0], "id": index, "content": f"<|{index}|>"})
-        (folder / "tokenizer.json").write_text(json.dumps(tokens))
+def rewritten_weights(change):
+    """The weights saved anew, as another program would, after a change."""
+
+    def broken(folder):
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return broken
+
+
+def index_of(name):
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+
+
+def emptied(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def made_a_file(folder):
+    shutil.rmtree(folder)
+    folder.write_bytes(b"pickle")
+
+
+def of_nothing(folder):
+    """Some classes of tokenizers are made of no file, and then read every text as nothing."""
+    emptied(folder)
+    GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_head=2, n_layer=1, n_positions=8)).save_pretrained(folder)
+
+
+def sparse(tokens):
+    tokens = json.loads(tokens)
+    tokens["model"]["vocab"][max(tokens["model"]["vocab"])] = 10**6
+    return json.dumps(tokens).encode()
+
+
+MODEL, TOKENIZER, OUTPUT = "model.safetensors", "tokenizer.json", "model.layers.0.mixer.output.weight"
+NO_TOKENIZER = "the tokenizer in .* cannot be read, it may be missing, corrupt or cut off: "
+UNREADABLE = {  # what happened to a good model, and what is said
+    "is missing": (shutil.rmtree, "got no such folder"),
+    "is a pickle": (made_a_file, "got the file .*may run code"),
+    "is empty": (emptied, "must hold config.json and safetensors"),
+    "is a folder of pickles": (
+        lambda folder: (folder / MODEL).rename(folder / "pytorch_model.bin"),
+        "must hold its weights as safetensors, .*pytorch_model.bin, which may run code",
+    ),
+    "weights are cut off": (rewrite(MODEL, lambda data: data[:-1000]), "corrupt or cut off"),
+    "weights are zeros": (rewrite(MODEL, lambda data: b"\0" * 64), "corrupt or cut off"),
+    "a weight is missing": (rewritten_weights(lambda x: x.pop(OUTPUT)), f"must be all .*; '{OUTPUT}' is missing"),
+    "a weight is NaN": (
+        rewritten_weights(lambda x: x["model.norm.weight"].fill_(torch.nan)),
+        "must be finite, got NaN or infinity in 'model.norm.weight'",
+    ),
+    "config is cut off": (rewrite("config.json", lambda data: data[:100]), "config.json in .* names no model_type"),
+    "tokenizer is cut off": (rewrite(TOKENIZER, lambda data: data[:200]), NO_TOKENIZER),
+    "tokenizer is a part": (
+        rewrite(TOKENIZER, lambda _: b'{"model": {"type": "BPE"}}'),
+        NO_TOKENIZER,
+    ),
+    "tokenizer is removed": (lambda folder: (folder / TOKENIZER).unlink(), "the tokenizer in .* may be missing"),
+    "tokenizer is of no file": (of_nothing, "holds no tokenizer beside the model"),
+    "tokenizer is sparse": (
+        rewrite(TOKENIZER, sparse),
+        "do not belong together: token ids up to 1000000, but vocab_size",
+    ),
+    "index names a pickle": (index_of("pytorch_model.bin"), "must name only safetensors in its own folder"),
+    "index leaves the folder": (index_of("../model.safetensors"), "must name only safetensors in its own folder"),
+    "index names a number": (index_of(3), "must list the parts"),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_model_that_cannot_be_read_is_refused_in_one_sentence(whole, tmp_path, what):
+    folder = shutil.copytree(newest(whole), tmp_path / "model.pt")
+    happened, sentence = UNREADABLE[what]
+    happened(folder)
     with pytest.raises(ValueError, match=sentence) as told:
         load_language_model(folder)
     assert "\n" not in str(told.value)
-
-
-def test_a_tokenizer_of_no_file_is_none(tmp_path):
-    """Some classes of tokenizers are made of nothing, and then read every text as nothing."""
-    config = GPT2Config(vocab_size=50, n_embd=8, n_head=2, n_layer=1, n_positions=8)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="holds no tokenizer beside the model"):
-        load_language_model(tmp_path)
-
-
-def altered(folder, change):
-    """The model in `folder`, its weights saved anew as another program would."""
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
-def test_weights_that_do_not_fit_are_never_read_in_silence(whole, tmp_path):
-    short, spoilt, sparse = (shutil.copytree(newest(whole), tmp_path / name) for name in "abc")
-    altered(short, lambda weights: weights.pop("model.layers.0.mixer.output.weight"))
-    with pytest.raises(ValueError, match=r"must be all .*; 'model.layers.0.mixer.output.weight' is missing"):
-        load_language_model(short)
-    altered(spoilt, lambda weights: weights["model.norm.weight"].fill_(torch.nan))
-    with pytest.raises(ValueError, match=r"must be finite, got NaN or infinity in 'model.norm.weight'"):
-        load_language_model(spoilt)
-    tokens = json.loads((sparse / "tokenizer.json").read_text())
-    tokens["model"]["vocab"][max(tokens["model"]["vocab"])] = 10**6
-    (sparse / "tokenizer.json").write_text(json.dumps(tokens))
-    with pytest.raises(ValueError, match="token ids up to 1000000, but vocab_size"):
-        load_language_model(sparse)
 
 
 def strange_model(whole, tmp_path, what):
@@ -512,11 +523,3 @@ def test_code_in_a_model_s_folder_is_never_run(whole, data, tmp_path, monkeypatc
         with pytest.raises(ValueError, match="brings code of its own: fem runs none"):
             train.run(tiny(data, tokenizer=str(folder)), tmp_path / "run")
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "../model.safetensors", "/model.safetensors", 3])
-def test_an_index_that_names_other_files_is_refused(whole, tmp_path, name):
-    folder = shutil.copytree(newest(whole), tmp_path / "model")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ValueError, match=r"must (name only safetensors in its own folder|list the parts)"):
-        load_language_model(folder)
