@@ -14,9 +14,9 @@ from PIL import Image as Pillow
 from timm.data import Mixup, create_transform
 from timm.data.distributed_sampler import RepeatAugSampler
 from torch import Tensor
+from torch.utils import data
 
 from fem_research.vision.settings import COPIES, VisionRecipe
-from fem_research.vision.views import View
 
 # of the authors' main.py; the color jitter counts where there is no RandAugment
 AUGMENTATION = {"auto_augment": "rand-m9-mstd0.5-inc1", "color_jitter": 0.4, "interpolation": "bicubic"}
@@ -40,7 +40,7 @@ class Copies(RepeatAugSampler):
     """Repeated augmentation: places of a `View`, three copies of a picture in a row, for a third of the pictures an
     epoch. An epoch has whole batches."""
 
-    def __init__(self, view: View):
+    def __init__(self, view: data.Dataset):
         super().__init__(view, num_replicas=1, rank=0, num_repeats=COPIES, selected_round=view.recipe.batch)
 
     def __iter__(self) -> Iterator[int]:
