@@ -20,7 +20,7 @@ FILES = {"ablate": "language", "finetune": "language", "natural": "pooling", "be
 TIMES = ("forward", "train", "token")
 SETTINGS = ("blocks", "layers", "mlp_width", "vocabulary", "context", "batch", "folds", "initialisation")  # of recipes
 SETTINGS += ("image_size", "patch_size", "epochs")
-SIZES = ("train_extra_bytes", "state_bytes", "forward_flop", "train_flop", "parameters")
+SIZES = ("forward_extra_bytes", "train_extra_bytes", "state_bytes", "forward_flop", "train_flop", "parameters")
 
 
 def rows_of(config: Mapping, results: Mapping) -> list[Row]:
