@@ -96,7 +96,7 @@ test-baselines: install
 # Beside the environment: on a CPU torchvision lacks its compiled part, and transformers would import it everywhere.
 test-deit: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .deit timm torchvision==0.28.0
-	PYTHONPATH=.deit:tests/support $(PYTEST) -p torchvision_on_cpu research/tests/test_deit.py
+	PYTHONPATH=.deit:tests/support $(PYTEST) -p torchvision_on_cpu -k deit research/tests/test_deit.py research/tests/test_paper_commands.py
 
 # The variable silences an advertisement, of a successor, that would hide warnings of ours.
 docs: install

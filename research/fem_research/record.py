@@ -107,6 +107,8 @@ def mad(recipe: Mapping, results: Mapping) -> Iterator[Row]:
                     }
                     row = {"task": task} | mixer(name, {}) | {"initialisation": start, "profile": recipe["profile"]}
                     row |= {"seed": recipe["seed"] + seed, "score": of.pop("mad"), **of}
+                    if found["steps"]["to"] > 0.99:
+                        row["right_at_step"] = found["steps"]["by_seed"][task][seed]
                     yield row | {"parameters": found["parameters"]}
 
 
