@@ -182,9 +182,9 @@ def append(folder: Path, run: str, command: str, config: Mapping, results: Mappi
         kept = [row for row in kept if row["run"] != run]
         rows = [*kept, *found]
         with replacing(path) as staged, open(staged, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(
-                file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n"
-            )
+            measured = {name for row in rows for name, value in row.items() if value not in (None, "")}
+            columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name in measured]
+            writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
     return list(by_file)
