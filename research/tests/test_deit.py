@@ -1,6 +1,7 @@
 """DeiT's recipe by timm, and pictures of the hub that are read as they are used."""
 
 import io
+import re
 import sys
 from dataclasses import replace
 
@@ -100,6 +101,14 @@ def test_a_stream_has_the_pictures_of_the_whole_dataset(hub):
     assert len(images.to_check(stream)) == 0
 
 
+@pytest.mark.parametrize("part", [r"\n  splits:.*(?=\n---\n)", r"dataset_info:.*(?=\n---\n)"])
+def test_a_stream_that_does_not_tell_what_it_holds_is_refused(hub, tmp_path, part):
+    page = tmp_path / "hub" / "README.md"
+    page.write_text(re.sub(part, "", page.read_text(), flags=re.DOTALL))
+    with pytest.raises(ValueError, match=f"stream needs data that tell .*, got '{NAME}', which do not"):
+        images.load_pictures(NAME, stream=True)
+
+
 def test_a_stream_gives_every_picture_once_a_turn_in_new_orders_and_crops(hub):
     files = images.load_pictures(NAME, stream=True).train
     stream = views.Stream(files, PLAIN, training=True)
@@ -114,7 +123,7 @@ def test_a_stream_gives_every_picture_once_a_turn_in_new_orders_and_crops(hub):
     assert thrice == [label for label in turns[0] for _ in range(COPIES)]
 
 
-@pytest.mark.parametrize("workers", [0, 2, 3])
+@pytest.mark.parametrize("workers", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_a_stream_trains_and_goes_on(hub, tmp_path, monkeypatch, workers):
     """Three workers for two files: one has nothing to read."""
     job = replace(PLAIN, data=NAME, stream=True, workers=workers)
@@ -206,7 +215,7 @@ def test_labels_of_a_mixture_tell_what_is_in_it(deit, mixup, cutmix):
     assert len(shares) > 10
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stopped_run_of_deits_goes_on_as_if_it_had_not_been_stopped(deit, tmp_path, monkeypatch, workers):
     job = replace(DEIT, workers=workers)
     whole = ends(job, pictures(), tmp_path / "whole")

@@ -15,11 +15,9 @@ import numpy as np
 from datasets import (
     ClassLabel,
     Dataset,
-    DatasetDict,
     Features,
     Image,
     IterableDataset,
-    IterableDatasetDict,
     concatenate_datasets,
     load_dataset,
 )
@@ -47,8 +45,8 @@ class Pictures:
     classes: list[str]
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """The pictures to train on and to test on."""
+    def counts(self) -> tuple[int | None, int | None]:
+        """The pictures to train on and to test on; None where a stream does not tell, which is refused."""
         return _count(self.train), _count(self.test)
 
 
@@ -176,7 +174,8 @@ def _of_the_hub(name: str, stream: bool) -> Pictures:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{SOURCES}, got {name!r}: {reason}") from error
     held_out = _held_out(name, set(splits))
-    features = _features(splits)
+    if (features := splits["train"].features) is None:
+        raise ValueError(f"stream needs data that tell their columns, got {name!r}, which do not.")
     first = lambda wanted: next((c for c, kind in features.items() if isinstance(kind, wanted)), None)  # noqa: E731
     columns = [first(Image), first(ClassLabel)]
     if None in columns:
@@ -191,12 +190,6 @@ def _of_the_hub(name: str, stream: bool) -> Pictures:
     if None in pictures.counts:
         raise ValueError(f"stream needs data that tell how many pictures they have, got {name!r}, which do not.")
     return pictures
-
-
-def _features(splits: DatasetDict | IterableDatasetDict) -> Features:
-    """The columns and their kinds; a stream may have to look at its first row."""
-    train = splits["train"]
-    return train.features or train._resolve_features().features
 
 
 def _count(files: Dataset | IterableDataset) -> int | None:
