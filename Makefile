@@ -8,13 +8,14 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-baselines test-slow test-all test-docs mutants fuzz docs notebooks types lint chaos suite clients bench card card-day clean
+.PHONY: help install demo test test-baselines test-deit test-slow test-all test-docs mutants fuzz docs notebooks types lint chaos suite clients bench card card-day clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
 	@echo "make test      the fast tests        make test-all   fast and slow tests"
 	@echo "make test-vllm the same tokens from vLLM as from transformers, in an environment of its own (10 minutes)"
 	@echo "make test-titan trainings in torchtitan against plain ones, in an environment of its own (15 minutes)"
+	@echo "make test-deit   DeiT's recipe by timm, which is installed beside the environment (a minute)"
 	@echo "make test-baselines  flash-linear-attention's language models, two steps each in Triton's interpreter (4 minutes)"
 	@echo "make docs      the site, into site/  make test-docs  runs every tutorial, page and notebook, and builds the site"
 	@echo "make types     mypy on a user's file"
@@ -91,6 +92,11 @@ test-titan: $(TITAN)/.installed
 test-baselines: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --constraint constraints.txt --target .baselines fla-core flash-linear-attention
 	PYTHONPATH=.baselines $(PYTEST) tests/train/test_fla_models.py
+
+# Beside the environment: on a CPU torchvision lacks its compiled part, and transformers would import it everywhere.
+test-deit: install
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .deit timm torchvision==0.28.0
+	PYTHONPATH=.deit:tests/support $(PYTEST) -p torchvision_on_cpu -k deit research/tests/test_deit.py research/tests/test_paper_commands.py
 
 # The variable silences an advertisement, of a successor, that would hide warnings of ours.
 docs: install

@@ -28,7 +28,7 @@ FILES |= {"card_layers": "cost", "card_long": "cost", "card_table7": "cost", "ca
 TIMES = ("forward", "train", "token")
 SETTINGS = ("blocks", "layers", "mlp_width", "vocabulary", "context", "batch", "folds", "initialisation")  # of recipes
 SETTINGS += ("image_size", "patch_size", "epochs")
-SIZES = ("train_extra_bytes", "state_bytes", "forward_flop", "train_flop", "parameters")
+SIZES = ("forward_extra_bytes", "train_extra_bytes", "state_bytes", "forward_flop", "train_flop", "parameters")
 
 
 def rows_of(config: Mapping, results: Mapping) -> list[Row]:
@@ -139,6 +139,8 @@ def mad(recipe: Mapping, results: Mapping) -> Iterator[Row]:
                     }
                     row = {"task": task} | mixer(name, {}) | {"initialisation": start, "profile": recipe["profile"]}
                     row |= {"seed": recipe["seed"] + seed, "score": of.pop("mad"), **of}
+                    if found["steps"]["to"] > 0.99:
+                        row["right_at_step"] = found["steps"]["by_seed"][task][seed]
                     yield row | {"parameters": found["parameters"]}
 
 
@@ -267,9 +269,9 @@ def append(folder: Path, run: str, command: str, config: Mapping, results: Mappi
         kept = [row for row in kept if row["run"] != run]
         rows = [*kept, *found]
         with replacing(path) as staged, open(staged, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(
-                file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n"
-            )
+            measured = {name for row in rows for name, value in row.items() if value not in (None, "")}
+            columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name in measured]
+            writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
     return list(by_file)

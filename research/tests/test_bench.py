@@ -33,6 +33,10 @@ TINY = [
 ]
 
 
+def grown(function, case, names, threads):
+    return {name: {"forward_extra_bytes": 1, "train_extra_bytes": 2} for name in names}
+
+
 @pytest.fixture
 def quickly(monkeypatch):
     monkeypatch.setattr(measure, "FEWEST_TURNS", 1)
@@ -140,17 +144,24 @@ def test_memory_is_the_peak_beyond_what_was_held():
 def test_memory_of_a_case_is_measured_in_a_process_of_its_own():
     case = Case("layer", Size(1, 512, 64, 2), "float32", ("attention", "attention+LTG, plain"))
     found = measure.in_fresh_process(workloads.cpu_growths, case, list(case.mixers), 1)
-    assert found["attention+LTG, plain"] > 1.3 * found["attention"] > 0
+    bytes_of = {name: growth["train_extra_bytes"] for name, growth in found.items()}
+    assert bytes_of["attention+LTG, plain"] > 1.3 * bytes_of["attention"] > 0
 
 
 def test_the_papers_ratios_stand_beside_ours():
     case = Case("gpt2", SMALL, "float32", tuple(cases.TABLE7), layers=1)
-    costs = {"parameters": 1, "forward_s": 2.0, "train_s": 3.0, "train_extra_bytes": 4, "forward_flop": 5}
+    costs = {"parameters": 2**20, "forward_s": 2.0, "train_s": 3.0, "forward_flop": 5e9, "train_flop": 15e9}
+    costs |= {"forward_extra_bytes": 2**20, "train_extra_bytes": 4 * 2**20}
     found = {"attention": costs, "FEM": costs | {"forward_s": 2.2}}
     rows = {row["mixer"]: row for row in experiment.rows("gpt2", [(case, found)])}
     assert rows["FEM"]["forward ratio"] == "1.10 (1.13)"
     assert rows["FEM"]["train ratio"] == "1.00 (1.26)"
-    assert rows["attention"]["memory ratio"] == "1.00 (1.00)"
+    assert rows["attention"]["train peak ratio"] == "1.00 (1.00)"
+    assert rows["FEM"]["forward peak ratio"] == "1.00 (1.57)"
+    assert rows["FEM"]["train FLOP ratio"] == "1.00 (1.01)"
+    assert (rows["FEM"]["forward peak MiB"], rows["FEM"]["train peak MiB"]) == (5, 8)
+    assert rows["FEM"]["forward tokens/s"] == pytest.approx(24 / 2.2)
+    assert (rows["FEM"]["forward GFLOP"], rows["FEM"]["train MFLOP/token"]) == (5, 15e3 / 24)
     assert rows["RWKV7"]["forward ratio"] == "(1.28)"
     assert rows["RWKV7"]["forward ms"] is None
 
@@ -178,7 +189,7 @@ def test_a_mixer_that_runs_out_of_memory_or_whose_library_fails_is_left_out(monk
 
     monkeypatch.setattr(workloads, "workload", some_fail)
     monkeypatch.setattr(workloads, "runs", lambda case, name, device: True)
-    monkeypatch.setattr(workloads, "in_fresh_process", lambda function, case, names, threads: dict.fromkeys(names, 1))
+    monkeypatch.setattr(workloads, "in_fresh_process", grown)
     with pytest.warns(UserWarning, match=f"{name} is left out of layer"):
         found = workloads.measure(Case("layer", SMALL, "float32", ("attention", name)), CPU, 1e-9)
     assert list(found) == ["attention"]
@@ -186,7 +197,7 @@ def test_a_mixer_that_runs_out_of_memory_or_whose_library_fails_is_left_out(monk
 
 def test_every_part_has_a_section_a_table_and_its_picture(monkeypatch, tmp_path, quickly):
     monkeypatch.setitem(PROFILES, "laptop", TINY)
-    monkeypatch.setattr(workloads, "in_fresh_process", lambda function, case, names, threads: dict.fromkeys(names, 1))
+    monkeypatch.setattr(workloads, "in_fresh_process", grown)
     shown = CliRunner().invoke(cli.app, ["bench", "--seconds", "1e-9", "--output", str(tmp_path / "bench")])
     assert shown.exit_code == 0, shown.output
     page = (tmp_path / "bench" / "report.md").read_text()

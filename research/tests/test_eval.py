@@ -269,8 +269,24 @@ def test_average_ranks_and_firsts_of_table_2_are_those_printed():
     rows, numbers = suites.paper_rows(), PRINTED.split()
     wanted = list(zip(map(float, numbers[::2]), map(int, numbers[1::2])))
     assert len(wanted) == len(rows) == 19
-    for name, (rank, firsts) in zip(rows, wanted):
-        of_its_size = [row for other, row in rows.items() if other.split()[0] == name.split()[0]]
-        ranks = [1 + sum(row[column] > score for row in of_its_size) for column, score in rows[name].items()]
-        assert sum(ranks) / len(ranks) == pytest.approx(rank, abs=0.006), name
-        assert ranks.count(1) == firsts, name
+    for size, printed in (("1.3B", wanted[:9]), ("340M", wanted[9:])):
+        of_its_size = {name: row for name, row in rows.items() if name.startswith(size)}
+        for row, (rank, firsts) in zip(suites.ranked(of_its_size), printed, strict=True):
+            assert row["average rank"] == pytest.approx(rank, abs=0.006), row
+            assert row["firsts"] == firsts, row
+
+
+def test_our_row_stands_in_table_2_with_its_rank_where_every_task_was_scored():
+    ours = suites.paper_row("340M FEM")
+    table = {row["row"]: row for row in suites.table_2("340M", ours)}
+    assert len(table) == 11
+    assert table["ours"] == table["340M FEM"] | {"row": "ours"}
+    assert table["ours"]["average rank"] == pytest.approx(1.81, abs=0.006)
+    table = {row["row"]: row for row in suites.table_2("340M", ours | {"MATH": None})}
+    assert table["ours"]["average rank"] is table["ours"]["firsts"] is None
+    assert table["340M FEM"]["firsts"] == 8
+    recipe = evaluation.EvalRecipe(model="m", suite="paper", beside="1.3B FEM")
+    title, _, page = evaluation._beside_table_2(recipe, evaluation.rows(recipe, {"piqa": {"acc": 0.7}}))
+    assert title == "## Table 2, 1.3B"
+    assert page.count("1.3B ") == 9
+    assert "| ours |" in page

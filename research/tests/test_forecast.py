@@ -217,6 +217,18 @@ def test_the_weights_of_the_lowest_validation_error_are_tested(monkeypatch, csv,
     assert same == [2]
 
 
+def test_bfloat16_trains_in_it_and_keeps_weights_and_tests_in_float32(monkeypatch, csv, tmp_path):
+    seen, read = [], ForecastBackbone._read
+    monkeypatch.setattr(
+        ForecastBackbone, "_read", lambda self, x: seen.append((self.training, *(y := read(self, x)))) or y
+    )
+    recipe = ForecastRecipe(data=str(csv), models="fem-sm", dtype="bfloat16", **TINY)
+    record = run_job(recipe, tmp_path)
+    assert np.isfinite(record["mse"])
+    kinds = {(training, successors.dtype) for training, _, successors, _ in seen}
+    assert kinds == {(True, torch.bfloat16), (False, torch.float32)}
+
+
 def test_patience_ends_a_run(monkeypatch, csv, tmp_path):
     monkeypatch.setattr(training, "score", lambda forecast, data: training.Score(1.0, 1.0))
     recipe = ForecastRecipe(data=str(csv), models="none", patience=2, **TINY | {"epochs": 9})
@@ -240,6 +252,11 @@ def test_a_run_that_diverges_says_so(monkeypatch, csv, tmp_path):
         (["--horizon", "soon"], "horizon must be a positive number, or several with commas, got 'soon'."),
         (["--mixers", "transformer"], "mixer must be a prior"),
         (["--mixers", "attention/conv"], "mixers must have no short convolution (/conv) here, got"),
+        (
+            ["--baseline-lookback", "0"],
+            "--baseline-lookback must be a positive number, or several",
+        ),
+        (["--dtype", "float16"], "dtype must be one of float32, bfloat16; got 'float16'."),
         (["--profile", "phone"], "profile must be one of laptop, paper; got 'phone'."),
         (["--epochs", "0"], "--epochs must be positive, got 0."),
     ],
@@ -299,7 +316,9 @@ def test_lookbacks_are_the_paper_s_and_the_baselines_see_the_same_futures(tmp_pa
     }
     for ours, baseline in zip(jobs[::2], jobs[1::2]):
         assert baseline.is_baseline
-        assert len(ours.windows()["test"]) == len(baseline.windows()["test"]) == 2880 - ours.horizon + 1
+        assert baseline.lookbacks == [512, 1024, 2048, 4096]
+        lengths = {len(job.windows(rows)["test"]) for job in (ours, baseline) for rows in job.lookbacks}
+        assert lengths == {2880 - ours.horizon + 1}
 
 
 def test_solar_has_smaller_batches(tmp_path):

@@ -18,6 +18,7 @@ from neuralforecast import NeuralForecast
 from neuralforecast.losses.pytorch import MSE, DistributionLoss, MQLoss
 
 from fem.models import FEMForecaster
+from fem_research.forecast import baselines
 from fem_research.forecast.baselines import MODELS, QUIET, forecast, long_table, train_baseline
 
 ROWS = np.stack([np.sin(np.arange(150) / 4), np.cos(np.arange(150) / 7) + 3], 1).astype(np.float32)
@@ -197,7 +198,7 @@ def test_every_baseline_trains_on_train_rows_and_is_tested_on_all_windows(model)
     assert MODELS.keys() == set(BASELINES)
     splits = {"train": (0, 100), "validation": (100, 120), "test": (120, 150)}
     series = Series("waves", ("a", "b"), ROWS.astype(np.float64), splits)
-    recipe = ForecastRecipe(peer_lookback=23, peer_steps=4)
+    recipe = ForecastRecipe(peer_lookback="23", peer_steps=4)
 
     def error(rows):
         with progress() as bars:
@@ -210,3 +211,24 @@ def test_every_baseline_trains_on_train_rows_and_is_tested_on_all_windows(model)
     changed = series.values.copy()
     changed[140:] = changed[130:140]  # no row that a model may train on
     assert error(changed)["curve"] == found["curve"]
+
+
+def test_of_several_lookbacks_the_best_on_the_validation_rows_is_tested(monkeypatch):
+    splits = {"train": (0, 100), "validation": (100, 120), "test": (120, 150)}
+    series = Series("waves", ("a", "b"), ROWS.astype(np.float64), splits)
+
+    def tested(lookbacks):
+        job = Job(series, 5, 0, "dlinear", ForecastRecipe(peer_lookback=lookbacks, peer_steps=4))
+        with progress() as bars:
+            return train_baseline(job, bars) | {"seconds": 0}
+
+    errors = {12: 3.0, 23: 1.0, 17: 2.0}
+    alone, real = tested("23"), baselines.score
+
+    def scripted(predict, windows):
+        validation = len(windows.rows) - windows.lookback == 20
+        return real(predict, windows)._replace(mse=errors[windows.lookback]) if validation else real(predict, windows)
+
+    monkeypatch.setattr(baselines, "score", scripted)
+    assert tested("12,23,17") == alone
+    assert alone["lookback"] == 23

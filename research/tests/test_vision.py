@@ -27,7 +27,7 @@ from transformers import AutoModelForImageClassification, ViTConfig, ViTForImage
 
 from fem import PRIORS, cli
 from fem.models import FEMForImageClassification, FEMImageConfig
-from fem_research.vision import experiment, images, training
+from fem_research.vision import experiment, images, training, views
 from fem_research.vision.experiment import VisionRecipe, run
 from fem_research.vision.settings import PROFILES
 
@@ -52,8 +52,6 @@ RECIPE = VisionRecipe(
     epochs=3,
     batch=4,
     drop_path=0.2,
-    mixup=0.8,
-    cutmix=1.0,
     flip=True,
     validations=3,
 )
@@ -338,6 +336,7 @@ def test_a_folder_and_a_zip_file_hold_the_same_pictures(tmp_path):
     found = [images.load_pictures(make(tmp_path / "data")) for make in (folder,)]
     found.append(images.load_pictures(zipped(tmp_path / "data.zip")))
     assert seen(found[0]) == seen(found[1])
+    assert found[1].train[0]["image"]["bytes"] is None, "an archive is read when its pictures are"
     assert found[0].classes == ["blue", "green", "red"]
     assert (len(found[0].train), len(found[0].test)) == (12, 6)
     for colour, name in seen(found[0]):
@@ -367,7 +366,7 @@ def test_a_dataset_of_the_hub_may_name_its_columns_as_it_likes(tmp_path, monkeyp
     }
     parts = {split: datasets.Dataset.from_dict(rows, kinds) for split in ("train", "val", "test")}
     monkeypatch.setattr(images, "way_to_the_hub", lambda: None)
-    monkeypatch.setattr(images, "load_dataset", lambda name: datasets.DatasetDict(parts))
+    monkeypatch.setattr(images, "load_dataset", lambda name, streaming: datasets.DatasetDict(parts))
     pictures = images.load_pictures("somebody/colours")
     assert pictures.classes == ["red", "blue"]
     assert [name for _, name in seen(pictures)] == ["red", "blue"] * 2
@@ -400,7 +399,7 @@ def test_a_source_that_is_no_data_set_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="must be digits, a folder, a zip file or a dataset of the hub, got the file"):
         images.load_pictures(str(tmp_path / "file.txt"))
 
-    def nowhere(name):
+    def nowhere(name, streaming):
         raise FileNotFoundError(f"no {name} here\nnor there")
 
     monkeypatch.setattr(images, "way_to_the_hub", lambda: None)
@@ -412,7 +411,7 @@ def test_a_source_that_is_no_data_set_is_refused(tmp_path, monkeypatch):
 def test_a_dataset_without_a_column_of_images_is_refused(monkeypatch):
     table = datasets.Dataset.from_dict({"text": ["a"], "label": [0]})
     monkeypatch.setattr(images, "way_to_the_hub", lambda: None)
-    monkeypatch.setattr(images, "load_dataset", lambda name: datasets.DatasetDict(train=table, test=table))
+    monkeypatch.setattr(images, "load_dataset", lambda name, streaming: datasets.DatasetDict(train=table, test=table))
     with pytest.raises(ValueError, match="a column of images and one of classes, got 'some/text' with text, label"):
         images.load_pictures("some/text")
 
@@ -422,16 +421,26 @@ def test_pictures_that_cannot_be_read_are_counted_and_the_first_is_named(tmp_pat
     files = LAID_OUT | {"train/green/2.png": content, "test/red/1.png": content}
     pictures = images.load_pictures(folder(tmp_path / "data", files))
     with pytest.raises(ValueError, match=r"^2 of 18 pictures cannot be used; the first: .*green/2.png' is no picture"):
-        images.check(pictures, channels=3, smallest=2)
+        images.check(images.to_check(pictures), channels=3, smallest=2)
+
+
+def test_of_a_large_set_some_pictures_are_read_first_and_the_others_when_they_are_met(tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "CHECKED", 6)
+    pictures = images.load_pictures(folder(tmp_path / "data", LAID_OUT | {"train/blue/1.png": b"none"}))
+    files = images.to_check(pictures)
+    assert [Path(row["image"]["path"]).parts[-3] for row in files] == 4 * ["train"] + 2 * ["test"]
+    images.check(files, channels=3, smallest=2)
+    with pytest.raises(ValueError, match=r"blue/1.png' is no picture that can be read"):
+        views.View(pictures.train, PLAIN, training=True)[1]
 
 
 def test_pictures_smaller_than_a_patch_are_refused(tmp_path):
     pictures = images.load_pictures(folder(tmp_path / "data"))
     read = []
-    images.check(pictures, 3, 4, lambda: read.append(1))
+    images.check(images.to_check(pictures), 3, 4, lambda: read.append(1))
     assert len(read) == 18
     with pytest.raises(ValueError, match=r"18 of 18 .* has 5 x 4 pixels, less than a patch of 5"):
-        images.check(pictures, channels=3, smallest=5)
+        images.check(images.to_check(pictures), channels=3, smallest=5)
 
 
 # from pictures to tensors
@@ -450,7 +459,7 @@ def noise(width, height, mode="RGB"):
 def test_pixels_are_normalised_by_channel(mode, mean, std):
     picture = noise(5, 3, mode)
     values = np.array(picture).reshape(3, 5, -1)
-    found = images.pixels(picture)
+    found = views.pixels(picture)
     assert found.shape == (len(mean), 3, 5)
     for c in range(len(mean)):
         for y in range(3):
@@ -461,7 +470,7 @@ def test_pixels_are_normalised_by_channel(mode, mean, std):
 def test_the_central_crop_is_the_middle_of_the_picture():
     picture = noise(12, 8)
     middle = np.array(picture)[1:7, 3:9]
-    np.testing.assert_array_equal(np.array(images.central_crop(picture, 6, 0.75)), middle)
+    np.testing.assert_array_equal(np.array(views.central_crop(picture, 6, 0.75)), middle)
 
 
 class Sheet(Image.Image):
@@ -480,7 +489,7 @@ class Sheet(Image.Image):
 @given(st.integers(1, 90), st.integers(1, 90), st.floats(0.05, 1), st.integers(0, 99))
 def test_random_crops_lie_in_the_picture_and_show_enough_of_it(width, height, min_area, seed):
     sheet = Sheet(width, height)
-    images.random_crop(sheet, 4, min_area, np.random.default_rng(seed))
+    views.random_crop(sheet, 4, min_area, np.random.default_rng(seed))
     left, top, right, bottom = sheet.box
     assert -1e-9 <= left < right <= width + 1e-9
     assert -1e-9 <= top < bottom <= height + 1e-9
@@ -495,7 +504,7 @@ def test_a_crop_depends_on_seed_epoch_and_index_alone(tmp_path):
     train = images.load_pictures(folder(tmp_path / "data", files)).train
 
     def look(seed, epoch, index, before=()):
-        view = images.View(train, replace(PLAIN, seed=seed), training=True)
+        view = views.View(train, replace(PLAIN, seed=seed), training=True)
         view.epoch = epoch
         for other in before:
             view[other]
@@ -512,30 +521,9 @@ def png_of(picture):
     return file.getvalue()
 
 
-@pytest.mark.parametrize("mixup, cutmix", [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
-def test_labels_of_a_mixture_tell_what_is_in_it(mixup, cutmix):
-    """Pictures of one colour, the number of their class: the mean pixel is the mean class."""
-    augmentation = replace(PLAIN, mixup=mixup, cutmix=cutmix)
-    classes = torch.tensor([0, 3, 1, 2])
-    x = classes[:, None, None, None].expand(-1, 1, 8, 8).float()
-    shares = set()
-    for seed in range(20):
-        batch = images.Batches(4, augmentation)(
-            [
-                {"pixel_values": image, "labels": int(label), "draw": np.random.default_rng(seed)}
-                for image, label in zip(x, classes)
-            ]
-        )
-        y = batch["labels"].double()
-        torch.testing.assert_close(y.sum(-1), torch.ones(4, dtype=torch.float64))
-        torch.testing.assert_close(batch["pixel_values"].double().mean((1, 2, 3)), y @ torch.arange(4.0).double())
-        shares.add(round(y.max().item(), 6))
-    assert len(shares) > 10
-
-
 def test_labels_are_smoothed_in_training_and_plain_in_tests():
     examples = [{"pixel_values": torch.zeros(1, 2, 2), "labels": label} for label in (2, 0)]
-    batches = images.Batches(4, replace(PLAIN, smoothing=0.2))
+    batches = views.Batches(4, replace(PLAIN, smoothing=0.2))
     assert batches(examples)["labels"].tolist() == [2, 0]
     trained = [example | {"draw": np.random.default_rng(0)} for example in examples]
     expected = torch.tensor([[0.05, 0.05, 0.85, 0.05], [0.85, 0.05, 0.05, 0.05]])
@@ -599,7 +587,7 @@ def test_every_mixer_sees_the_same_pictures_in_the_same_order_and_new_crops_in_e
     monkeypatch.setattr(FEMForImageClassification, "forward", watch)
     for mixer in ("softmax+CLTG", "softmax", "gla"):
         orders.append([])
-        trained(replace(JOB, mixers=mixer, mixup=0.0, cutmix=0.0), pictures, tmp_path / mixer)
+        trained(replace(JOB, mixers=mixer), pictures, tmp_path / mixer)
     assert len(orders[0]) == 9
     assert all(same(a, b) for a, b in pairwise(orders))
     assert len({tuple(image.flatten().tolist()) for batch in orders[0] for image in batch}) == 36
@@ -611,7 +599,7 @@ def test_accuracy_is_the_share_of_held_out_pictures_that_are_named_right(picture
     right = loss = 0.0
     for row in pictures.test:
         image = images.open_picture(row["image"], 3)
-        logits = model(images.pixels(images.central_crop(image, 4, 1.0))[None]).logits[0]
+        logits = model(views.pixels(views.central_crop(image, 4, 1.0))[None]).logits[0]
         right += (logits.argmax().item() == row["label"]) / 6
         loss += nn.functional.cross_entropy(logits, torch.tensor(row["label"])).item() / 6
     assert record["accuracy"] == pytest.approx(right)
@@ -672,6 +660,9 @@ def test_every_profile_is_a_model(profile):
         (["--channels", "2"], "--channels must be 1 (grey) or 3 (RGB), got 2."),
         (["--profile", "imagenet"], "profile must be one of digits, cifar, deit-tiny, deit-small; got 'imagenet'."),
         (["--epochs", "0"], "--epochs must be positive, got 0."),
+        (["--mixup", "0.8"], "--mixup and cutmix need --recipe = deit, got 0.8 and 0.0 in plain."),
+        (["--recipe", "deit"], "--recipe deit needs --channels = 3 and an even --batch-size, got 1 and 64."),
+        (["--stream"], "--stream needs a dataset of the hub (OWNER/NAME), got --data = 'digits'."),
         (["--min-area", "0"], "--min-area must lie in (0, 1], got 0.0."),
         (["--data", "."], "--data must hold pictures"),
     ],
@@ -698,7 +689,7 @@ def test_the_cifar_subset_is_read_from_its_zip_file():
     assert (len(found.train), len(found.test), len(found.classes)) == (5000, 1000, 10)
     assert "airplane" in found.classes
     part = images.Pictures(found.train.select(range(50)), found.test.select(range(50)), found.classes)
-    images.check(part, channels=3, smallest=4)
+    images.check(images.to_check(part), channels=3, smallest=4)
 
 
 @pytest.mark.slow

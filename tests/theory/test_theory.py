@@ -440,6 +440,32 @@ def test_a_convex_read_between_two_maps_of_coordinates_is_the_free_energy(row):
     assert (read - 1 >= p[:2].log() / beta - 1e-12).all()  # both maxima, which sit on different tokens
 
 
+def test_the_kernel_of_the_value_map_is_that_of_its_weights():
+    """Appendix M.3, with the gate behind W_O as it stands there: <do_j / dW_V, do_j' / dW_V> in closed form."""
+    draw = torch.Generator().manual_seed(0)
+    h, w_v, w_o = (torch.randn(*shape, dtype=F64, generator=draw) for shape in ((6, 4), (4, 3), (3, 3)))
+    lam, g, beta = (torch.rand(3, dtype=F64, generator=draw) * 0.8 + 0.1 for _ in range(3))
+    p = torch.rand(6, dtype=F64, generator=draw).softmax(-1)
+
+    def output(weight):
+        mean, free = (theory.free_energy(p, (h @ weight).T, at) for at in (0.0, beta))
+        return g * (w_o @ ((1 - lam) * mean + lam * free))
+
+    jacobian = torch.autograd.functional.jacobian(output, w_v).flatten(1)
+    weights = theory.effective_weights(p, (h @ w_v).T, lam, beta)
+    pairs = torch.einsum("ci,cr,ir->c", weights, weights, h @ h.T)
+    torch.testing.assert_close(jacobian @ jacobian.T, g[:, None] * g * ((w_o * pairs) @ w_o.T))
+
+
+def test_the_free_energy_moves_the_scores_towards_the_posterior():
+    """Appendix M.4: dF / db = (q - p) / beta where p = softmax(b)."""
+    draw = torch.Generator().manual_seed(0)
+    b, v = (torch.randn(7, dtype=F64, generator=draw) for _ in range(2))
+    gradient = torch.autograd.functional.jacobian(lambda b: theory.free_energy(b.softmax(-1), v, 1.7), b)
+    p = b.softmax(-1)
+    torch.testing.assert_close(gradient, (theory.posterior(p, v, 1.7) - p) / 1.7)
+
+
 def test_weights_of_a_head_have_rank_one_and_those_of_fem_full_rank():
     v = torch.randn(5, 8, dtype=F64, generator=torch.Generator().manual_seed(0))
     p = torch.full((8,), 1 / 8, dtype=F64)

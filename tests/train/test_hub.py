@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
 import hub_server
 from forked import Training
-from trainings import WORDS, tiny
+from trainings import WORDS, losses, tiny
 
 from fem.train import data
 from fem.train.tokenizer import train_tokenizer
@@ -59,9 +59,9 @@ def prepared(address, cache, kill_at):
     data.note = killed
 
 
-def trained(server, recipe, output, kill_at=None, resume=False):
+def trained(server, recipe, output, kill_at=None, resume=False, processes=None):
     before = partial(prepared, server.address, output.parent / "cache", kill_at)
-    return Training(recipe, output, None, resume, before).end(120)
+    return Training(recipe, output, processes, resume, before).end(240)
 
 
 def assert_tokens(output, recipe, tokenizer):
@@ -87,6 +87,24 @@ def test_no_more_is_read_than_the_recipe_needs_and_a_killed_reading_goes_on(serv
     assert_tokens(tmp_path / "run", wanted, tokenizer)
     assert f"of {wanted.tokens:,} so far" in ended.said
     assert server.asked[hub_server.file_name(4)] == 0
+
+
+@pytest.mark.slow
+def test_two_processes_train_on_the_same_tokens_which_one_of_them_reads(server, tokenizer, tmp_path):
+    """The connection is dropped once, the reading killed in the middle, and the same command goes on."""
+    wanted = recipe(tokenizer)
+    server.cuts[hub_server.file_name(0)] = 1
+    assert trained(server, wanted, tmp_path / "run", kill_at=5, processes=2).code != 0
+    assert (tmp_path / "run" / ".tokens" / "done.json").exists()
+    ended = trained(server, wanted, tmp_path / "run", processes=2)
+    assert ended.code == 0, ended.said
+    assert_tokens(tmp_path / "run", wanted, tokenizer)
+    assert ended.said.count(f"of {wanted.tokens:,} so far") < 30, "one process says how far it is"
+    assert server.asked[hub_server.file_name(4)] == 0
+    alone = trained(server, wanted, tmp_path / "alone")
+    assert alone.code == 0, alone.said
+    found = [[x["train_loss"] for x in losses(tmp_path / name) if "train_loss" in x] for name in ("alone", "run")]
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 def test_a_hub_that_is_gone_is_said_and_the_same_command_goes_on(server, tokenizer, tmp_path):

@@ -12,28 +12,31 @@ from fem_research.common.mixers import OTHERS
 class Cost(NamedTuple):
     forward: float  # seconds
     train: float
+    forward_gb: float | None = None  # at the peak
     train_gb: float | None = None
+    forward_mflop: float | None = None  # a token
+    train_mflop: float | None = None
 
 
 BASELINE = "attention"  # torch's own layer
 OWN_LAYER = "attention, FEM's layer"  # without any of its parts
 
 TABLE7 = {  # 12 layers of width 768, 12 heads, T 1024, batch 8, FP32
-    "RWKV7": Cost(0.0832, 0.2367, 11.48),
-    "LinAttn": Cost(0.0652, 0.1368, 6.16),
-    "HGRN2": Cost(0.0680, 0.1481, 6.94),
-    "PaTHAttention": Cost(0.0693, 0.2098, 5.82),
-    "GatedSlotAttention": Cost(0.0765, 0.1901, 8.08),
-    "attention, plain": Cost(0.1306, 0.3334, 10.34),
-    "attention": Cost(0.0649, 0.1471, 4.99),
-    "attention+LTG": Cost(0.0693, 0.1615, 5.92),
-    "FEM": Cost(0.0732, 0.1853, 7.77),
-    "GLA": Cost(0.0824, 0.2213, 10.17),
-    "GLA+LTG": Cost(0.0875, 0.2344, 11.08),
-    "FEM-GLA": Cost(0.0934, 0.2566, 12.93),
-    "Mamba/paper": Cost(0.0606, 0.1249, 4.70),
-    "Mamba+LTG/paper": Cost(0.0586, 0.1438, 6.87),
-    "FEM-Mamba/paper": Cost(0.0647, 0.1831, 8.07),
+    "RWKV7": Cost(0.0832, 0.2367, 11.08, 11.48, 179.35, 538.09),
+    "LinAttn": Cost(0.0652, 0.1368, 6.01, 6.16, 169.94, 509.75),
+    "HGRN2": Cost(0.0680, 0.1481, 6.66, 6.94, 169.89, 509.65),
+    "PaTHAttention": Cost(0.0693, 0.2098, 5.62, 5.82, 171.29, 513.84),
+    "GatedSlotAttention": Cost(0.0765, 0.1901, 7.72, 8.08, 184.04, 552.11),
+    "attention, plain": Cost(0.1306, 0.3334, 9.61, 10.34, 207.84, 623.41),
+    "attention": Cost(0.0649, 0.1471, 4.89, 4.99, 169.89, 509.65),
+    "attention+LTG": Cost(0.0693, 0.1615, 5.82, 5.92, 169.92, 509.75),
+    "FEM": Cost(0.0732, 0.1853, 7.67, 7.77, 171.43, 514.19),
+    "GLA": Cost(0.0824, 0.2213, 9.95, 10.17, 208.03, 623.90),
+    "GLA+LTG": Cost(0.0875, 0.2344, 10.89, 11.08, 208.07, 624.02),
+    "FEM-GLA": Cost(0.0934, 0.2566, 12.74, 12.93, 209.57, 628.46),
+    "Mamba/paper": Cost(0.0606, 0.1249, 4.60, 4.70, 156.33, 468.97),
+    "Mamba+LTG/paper": Cost(0.0586, 0.1438, 6.77, 6.87, 149.29, 447.83),
+    "FEM-Mamba/paper": Cost(0.0647, 0.1831, 7.97, 8.07, 150.44, 451.25),
 }
 
 TABLE5 = {  # 8 layers of width 512, 4 heads, T 2048, batch 4; the paper prints the parts that a row leaves out

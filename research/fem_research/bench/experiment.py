@@ -35,16 +35,19 @@ TITLES = {
     "context": "One layer at growing contexts",
 }
 EQUAL = "Equal linear weights, 4 D^2; the conditioner C adds its own."
+COUNTED = (
+    "Memory at the peak is that of the weights and of what a step adds. Operations are those of matrix products as "
+    "torch's profiler counts them: it sees those of the plain form, and not those inside flash attention."
+)
 NOTES = {
     "read": "Attention reads values as wide as its keys; FEM reads [v | exp(beta v)] of values half as wide.",
     "layer": EQUAL,
     "single": EQUAL,
     "heads": "More heads of the same width make the same products, and each makes its own softmax weights.",
     "gpt2": "Blocks without embeddings and head; baselines need a GPU and their library. In brackets the paper's own "
-    "ratio to its flash attention: 12 blocks, T 1024, batch 8, FP32 on one L40S. Operations are those of matrix "
-    "products as torch's profiler counts them: it sees those of the plain form, and not those inside flash attention.",
+    f"ratio to its flash attention: 12 blocks, T 1024, batch 8, FP32 on one L40S. {COUNTED}",
     "table5": f"Ratios are to {OWN_LAYER}: FEM without any of its parts. In brackets the paper's own ratio "
-    "to that row: 8 blocks, T 2048, batch 4 on one L40S.",
+    f"to that row: 8 blocks, T 2048, batch 4 on one L40S. {COUNTED}",
     "decode": "Attention of equal weights keeps a KV cache, allocated at full length; FEM's values are half as wide.",
     "served": "transformers' static cache of full length and torch.compile, for both; FEM's values are half as wide.",
     "context": "Microseconds a token; extra memory is of a train step.",
@@ -76,18 +79,39 @@ def _costs(part: str, case: Case, name: str, costs: dict[str, dict]) -> dict:
     tokens = case.size.batch * case.size.time
     unit, scale = ("us/token", 1e6 / tokens) if part == "context" else ("ms", 1e3)
     several_dtypes = {"dtype": case.dtype} if part in ("read", "layer", "single") else {}
-    row = {"mixer": name, "T": case.size.time, **several_dtypes}
+    row = {"mixer": name} | ({} if part in PAPER else {"T": case.size.time}) | several_dtypes
     for label, field in (("forward", "forward_s"), ("train", "train_s")):
         row[f"{label} {unit}"] = None if field not in cost else scale * cost[field]
         row[f"{label} ratio"] = _ratio(cost.get(field), base.get(field), part, name, label)
+    if part in PAPER:
+        return row | _as_the_paper(part, case, name, cost, base)
     grown = cost.get("train_extra_bytes")
     row["train memory MiB"] = None if grown is None else grown / 2**20
     row["memory ratio"] = _ratio(grown, base.get("train_extra_bytes"), part, name, "train_gb")
-    if part in PAPER:
-        flop = cost.get("forward_flop")
-        row["GFLOP forward"] = None if flop is None else flop / 1e9
-        row["parameters"] = cost.get("parameters")
     return row
+
+
+def _as_the_paper(part: str, case: Case, name: str, cost: dict, base: dict) -> dict:
+    """The further columns of Tables 5 and 7: tokens a second, memory at the peak, weights included, and operations."""
+    tokens, row = case.size.batch * case.size.time, {}
+    for step in ("forward", "train"):
+        row[f"{step} tokens/s"] = tokens / cost[f"{step}_s"] if cost else None
+    for step in ("forward", "train"):
+        peak = _peak(case, cost, step)
+        row[f"{step} peak MiB"] = None if peak is None else peak / 2**20
+        row[f"{step} peak ratio"] = _ratio(peak, _peak(case, base, step), part, name, f"{step}_gb")
+    for step in ("forward", "train"):
+        flop = cost.get(f"{step}_flop")
+        row[f"{step} GFLOP"] = None if flop is None else flop / 1e9
+        row[f"{step} MFLOP/token"] = None if flop is None else flop / tokens / 1e6
+        row[f"{step} FLOP ratio"] = _ratio(flop, base.get(f"{step}_flop"), part, name, f"{step}_mflop")
+    return row | {"parameters": cost.get("parameters")}
+
+
+def _peak(case: Case, cost: dict, step: str) -> int | None:
+    """Bytes of the weights and of what a step adds to them."""
+    grown = cost.get(f"{step}_extra_bytes")
+    return None if grown is None else grown + cost["parameters"] * getattr(torch, case.dtype).itemsize
 
 
 def _ratio(cost: int | float | None, base: int | float | None, part: str, name: str, field: str) -> str | None:

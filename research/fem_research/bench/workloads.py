@@ -165,7 +165,7 @@ def _steps(output: Callable[[], Tensor], leaves: list[nn.Parameter | Tensor], pa
 
 
 def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Result]:
-    """Costs of every mixer that runs here: seconds, operations, and bytes that a train step adds."""
+    """Costs of every mixer that runs here: seconds, operations, and bytes that a step adds at its peak."""
     torch._dynamo.reset()  # of graphs for other lengths, which the compiler would take for one of any length
     built = {name: prepared(case, name, device) for name in case.mixers if runs(case, name, device)}
     work = {name: steps for name, steps in built.items() if steps is not None}
@@ -177,7 +177,7 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Resul
             "parameters": steps.parameters,
             "forward_s": forward[name],
             "train_s": train[name],
-            "train_extra_bytes": memory[name],
+            **memory[name],
             "forward_flop": operations(steps.forward) if case.layers else None,
             "train_flop": operations(steps.train) if case.layers else None,
         }
@@ -202,20 +202,29 @@ def prepared(case: Case, name: str, device: torch.device) -> Workload | None:
     return None
 
 
-def _memory(case: Case, work: dict[str, Workload], device: torch.device) -> dict[str, int | None]:
+Growth = dict[str, int | None]
+
+
+def _memory(case: Case, work: dict[str, Workload], device: torch.device) -> dict[str, Growth]:
     if device.type == "cuda":
-        return {name: gpu_growth(steps.train) for name, steps in work.items()}
+        return {name: _growth(case, steps, gpu_growth) for name, steps in work.items()}
     return in_fresh_process(cpu_growths, case, list(work), torch.get_num_threads())
 
 
-def cpu_growths(case: Case, names: list[str], threads: int) -> dict[str, int | None]:
-    """Bytes that a train step of each mixer adds, after a short one that loads all code. For `in_fresh_process`."""
+def _growth(case: Case, steps: Workload, growth: Callable[[Step], int | None]) -> Growth:
+    """Bytes that a train step adds; of a model of several blocks those of a forward pass too."""
+    forward = {"forward_extra_bytes": growth(steps.forward)} if case.layers else {}
+    return forward | {"train_extra_bytes": growth(steps.train)}
+
+
+def cpu_growths(case: Case, names: list[str], threads: int) -> dict[str, Growth]:
+    """`_growth` of each mixer, after a short train step that loads all code. For `in_fresh_process`."""
     torch.set_num_threads(threads)
     growths, cpu = {}, torch.device("cpu")
     for name in names:
         workload(case, name, cpu, SHORT).train()
         steps = workload(case, name, cpu)
-        growths[name] = cpu_growth(steps.train)
+        growths[name] = _growth(case, steps, cpu_growth)
         del steps
     return growths
 

@@ -32,7 +32,11 @@ class Job(Protocol):
     def key(self) -> str: ...
 
 
-LATER = {"mlp": "narrowed"}  # fields that earlier records lack, and what their trainings did
+LATER = {
+    "mlp": "narrowed",
+    "recipe": "plain",
+    "stream": False,
+}  # fields that earlier records lack, and what their trainings did
 
 
 def decided(decides: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fem.models.forecast import FEMForecaster
 from fem_research.forecast.settings import Job
-from fem_research.forecast.training import record
+from fem_research.forecast.training import record, score
 
 MODELS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "dlinear": (DLinear, {"learning_rate": 1e-3, "windows_batch_size": 256}),
@@ -56,12 +56,25 @@ class Steps(Callback):
 
 
 def train_baseline(job: Job, bars: Progress) -> dict:
-    """Train one of `MODELS` by neuralforecast, with its own rule for early stopping, which keeps the last weights."""
+    """Train one of `MODELS` by neuralforecast, with its own rule for early stopping, which keeps the last weights. Of
+    several lookbacks the one of the smallest squared error on the validation rows is tested."""
+    tried = []
+    for lookback in job.lookbacks:
+        windows = job.windows(lookback)
+        model, seconds, curve = fitted(job, lookback, bars)
+        error = score(partial(forecast, model), windows["validation"]).mse if len(job.lookbacks) > 1 else 0.0
+        tried.append((error, model, windows["test"], seconds, curve))
+    _, model, test, _, curve = min(tried, key=lambda one: one[0])
+    return record(job, model, partial(forecast, model), test, sum(seconds for *_, seconds, _ in tried), curve)
+
+
+def fitted(job: Job, lookback: int, bars: Progress) -> tuple[BaseModel, float, list[dict]]:
+    """The trained model, the CPU seconds of its training and its validation losses."""
     kind, settings = MODELS[job.model]
-    steps = Steps(bars, job.title, job.recipe.peer_steps)
+    steps = Steps(bars, f"{job.title}, lookback {lookback}", job.recipe.peer_steps)
     model = kind(
         h=job.horizon,
-        input_size=job.lookback,
+        input_size=lookback,
         loss=MSE(),
         max_steps=job.recipe.peer_steps,
         val_check_steps=max(1, job.recipe.peer_steps // CHECKS),
@@ -86,7 +99,7 @@ def train_baseline(job: Job, bars: Progress) -> dict:
     seconds = time.process_time() - started
     trained = forecaster.models[0].cpu().eval()
     bars.update(steps.bar, completed=job.recipe.peer_steps)
-    return record(job, trained, partial(forecast, trained), job.windows()["test"], seconds, steps.curve)
+    return trained, seconds, steps.curve
 
 
 def long_table(rows: np.ndarray) -> pd.DataFrame:

@@ -21,6 +21,7 @@ NONE = "none"  # no mixer: no token sees another
 BASELINES = ("dlinear", "patchtst", "itransformer", "femforecaster")
 LOOKBACKS = {96: 1024, 336: 2048, 720: 4096}  # up to this horizon, this many rows of history
 MANY_CHANNELS = 100
+DTYPES = ("float32", "bfloat16")
 NOT_IN_THE_KEY = ("data", "horizon", "models", "seeds", "seed", "threads")
 
 
@@ -47,6 +48,7 @@ class ForecastRecipe:
     layers: int = option(3, "Blocks of the backbone.")
     heads: int = option(8, "Heads of every mixer.")
     mlp: str = option("narrowed", "MLP: narrowed to equal parameters, or kept, as in the paper.")
+    dtype: str = option("float32", f"Arithmetic of the backbone's training: {' or '.join(DTYPES)}.")
     dropout: float = option(0.1, "Dropout of tokens and of each block's output.")
     beta_max_init: float = option(1.8, "Where FEM's inverse temperature starts, before the softplus.")
     epochs: int = option(3, "Most epochs of training the backbone, each over all windows.")
@@ -54,7 +56,11 @@ class ForecastRecipe:
     batch: int | None = option(None, "Windows per step; default: 32, or 8 from 100 channels on.", called="batch_size")
     learning_rate: float = option(6e-4, "Peak learning rate of AdamW for the backbone.")
     weight_decay: float = option(0.1, "Weight decay of the weights; beta, norms and biases have none.")
-    peer_lookback: int = option(512, "Rows of history for neuralforecast's models.", called="baseline_lookback")
+    peer_lookback: str = option(
+        "512",
+        "Rows of history for neuralforecast's models; of several, with commas, the best on the validation rows.",
+        called="baseline_lookback",
+    )
     peer_steps: int = option(500, "Most optimiser steps for neuralforecast's models.", called="baseline_steps")
     peer_stride: int = option(
         1, "Rows between the windows that neuralforecast's models train and validate on.", called="baseline_stride"
@@ -63,14 +69,18 @@ class ForecastRecipe:
 
     def __post_init__(self):
         counts = ("seeds", "layers", "heads", "epochs", "patience", "threads")
-        sizes = ("lookback", "width", "batch", "peer_lookback", "peer_steps", "peer_stride")
+        sizes = ("lookback", "width", "batch", "peer_steps", "peer_stride")
         require_positive(self, *counts, "learning_rate", *sizes)
         require_not_negative(self, "seed", "weight_decay")
         require_one_of("mlp", self.mlp, MLPS)
+        require_one_of("dtype", self.dtype, DTYPES)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}.")
-        if not all(text.isdecimal() and int(text) > 0 for text in listed(self.horizon)) or not listed(self.horizon):
-            raise ValueError(f"horizon must be a positive number, or several with commas, got {self.horizon!r}.")
+        for name in ("horizon", "peer_lookback"):
+            values = listed(getattr(self, name))
+            if not values or not all(text.isdecimal() and int(text) > 0 for text in values):
+                told = f"got {getattr(self, name)!r}."
+                raise ValueError(f"{name} must be a positive number, or several with commas, {told}")
         if not self.model_names:
             raise ValueError("mixers must name at least one model, got an empty list.")
         if any("conv" in name.split("/") for name in self.model_names):
@@ -86,6 +96,10 @@ class ForecastRecipe:
     def horizons(self) -> list[int]:
         return [int(text) for text in listed(self.horizon)]
 
+    @property
+    def peer_lookbacks(self) -> list[int]:
+        return [int(text) for text in listed(self.peer_lookback)]
+
     def jobs(self) -> list[Job]:
         """All runs, seed by seed."""
         from fem_research.forecast.series import load_series
@@ -96,7 +110,8 @@ class ForecastRecipe:
         seeds = range(self.seed, self.seed + self.seeds)
         jobs = [Job(*parts, self) for parts in product(series, self.horizons, seeds, self.model_names)]
         for job in jobs:
-            job.windows()
+            for lookback in job.lookbacks:
+                job.windows(lookback)
         return jobs
 
 
@@ -115,9 +130,13 @@ class Job:
         return self.model in BASELINES
 
     @property
+    def lookbacks(self) -> list[int]:
+        """The rows of history that are tried: of a baseline there may be several."""
+        return self.recipe.peer_lookbacks if self.is_baseline else [self.lookback]
+
+    @property
     def lookback(self) -> int:
-        if self.is_baseline:
-            return self.recipe.peer_lookback
+        """The rows of history of the backbone."""
         longest = next((rows for horizon, rows in LOOKBACKS.items() if self.horizon <= horizon), 6 * self.horizon)
         return self.recipe.lookback or longest
 
@@ -137,18 +156,21 @@ class Job:
     def key(self) -> str:
         """A file name that differs between runs which differ in any value or in their data."""
         decides = {name: value for name, value in asdict(self.recipe).items() if name not in NOT_IN_THE_KEY}
-        if self.recipe.peer_stride == 1:  # records from before there was a stride stay valid
-            del decides["peer_stride"]
+        for name, start in (("peer_stride", 1), ("dtype", "float32")):  # records from before these were stay valid
+            if decides[name] == start:
+                del decides[name]
+        if self.recipe.peer_lookback.isdecimal():
+            decides["peer_lookback"] = int(self.recipe.peer_lookback)
         digest = digest_of(decides, self.series.values.tobytes())
         return f"{self.series.name}-{self.horizon}-{self.model}-seed{self.seed}-{digest}"
 
-    def windows(self, device: torch.device | str = "cpu") -> dict[str, Windows]:
+    def windows(self, lookback: int, device: torch.device | str = "cpu") -> dict[str, Windows]:
         """The windows of every split. Raises ValueError where a split is too short for one."""
         from fem_research.forecast.series import windows
 
-        if not self.is_baseline and self.lookback <= self.horizon:
-            raise ValueError(f"lookback must be longer than the horizon {self.horizon}, got {self.lookback}.")
-        return windows(self.series, self.lookback, self.horizon, device)
+        if not self.is_baseline and lookback <= self.horizon:
+            raise ValueError(f"lookback must be longer than the horizon {self.horizon}, got {lookback}.")
+        return windows(self.series, lookback, self.horizon, device)
 
 
 PROFILES: dict[str, dict] = {  # the fields that differ from the recipe's defaults
@@ -158,6 +180,8 @@ PROFILES: dict[str, dict] = {  # the fields that differ from the recipe's defaul
         "models": "fem-sm,fem-gla,fem-mamba/paper,fem-aft/paper,gla,itransformer,patchtst,dlinear,softmax,none",
         "seeds": 1,
         "epochs": 100,
+        "dtype": "bfloat16",
+        "peer_lookback": "512,1024,2048,4096",
         "peer_steps": 5000,
     },
 }

@@ -1,4 +1,8 @@
-"""The paper's forecaster around a mixer, and one run of it: trained on all windows, validated after every epoch."""
+"""The paper's forecaster around a mixer, and one run of it: trained on all windows, validated after every epoch.
+
+Backbone, sizes and training are those of Table 4's protocol: Lu and Yang, Linear Transformers as VAR Models, ICML 2025
+(arXiv 2502.07244), and its code.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +158,7 @@ def train(job: Job, folder: Path, bars: Progress) -> dict:
     """Train the job's backbone, from the last checkpoint in `folder` if any; its best weights are tested."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recipe = job.recipe
-    split = job.windows(device)
+    split = job.windows(job.lookback, device)
     with torch.random.fork_rng():
         torch.manual_seed(job.seed)
         backbone = build_backbone(
@@ -182,7 +186,8 @@ def train(job: Job, folder: Path, bars: Progress) -> dict:
             torch.manual_seed((job.seed << 16) + training.epoch)
             backbone.train()
             for history, future in shuffled(split["train"], job.batch):
-                loss = backbone.loss(history, future)
+                with torch.autocast(device.type, torch.bfloat16, enabled=recipe.dtype == "bfloat16"):
+                    loss = backbone.loss(history, future)
                 loops.descend(loss, optimiser, schedule, CLIP)
                 total += loss.item()
                 bars.advance(bar)
@@ -202,7 +207,7 @@ def train(job: Job, folder: Path, bars: Progress) -> dict:
 def record(job: Job, model: nn.Module, forecast: Forecast, test: Windows, seconds: float, curve: list[dict]) -> dict:
     """The record of a run: its names, size, errors on test, CPU seconds of training, curve and one forecast."""
     names = {"data": job.series.name, "horizon": job.horizon, "model": job.model, "seed": job.seed}
-    sizes = {"lookback": job.lookback, "parameters": count_parameters(model)}
+    sizes = {"lookback": test.lookback, "parameters": count_parameters(model)}
     scores = score(forecast, test)._asdict()
     return names | sizes | scores | {"seconds": seconds, "curve": curve, "example": example(forecast, test)}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fem.provenance import provenance
 from fem.recipes import listed, option, require_one_of, require_positive
 from fem.tables import markdown_table, show_table
-from fem_research.lm.suites import SUITES, paper_row
+from fem_research.lm.suites import SUITES, paper_row, table_2
 from fem_research.runs.run import check_output, command_line, open_run
 from fem_research.runs.tables import write_page, write_table
 
@@ -183,6 +183,16 @@ def rows(recipe: EvalRecipe, scores: dict[str, dict[str, float]]) -> list[dict]:
     return table
 
 
+def _beside_table_2(recipe: EvalRecipe, table: list[dict]) -> list[str]:
+    """The suite's section: the paper's models of the size that is beside, ranked together with this one."""
+    if recipe.suite is None:
+        return []
+    size = recipe.beside.partition(" ")[0]
+    ours = {score.column: row["score"] for score, row in zip(SUITES[recipe.suite], table)}
+    said = "Ranks are those among the paper's rows of this size and ours; ours is blank unless every task was scored."
+    return [f"## Table 2, {size}", said, markdown_table(table_2(size, ours), {"average rank": min, "firsts": max})]
+
+
 def run(recipe: EvalRecipe, output: Path) -> dict:
     """Score the model, under torchrun on all of its processes, and write the results to `output`.
 
@@ -205,7 +215,8 @@ def run(recipe: EvalRecipe, output: Path) -> dict:
         write_table(under_way.folder, "table", table)
         title = f"lm-evaluation-harness; paper: Table 2, {recipe.beside}" if recipe.suite else "Scores"
         made = provenance(command_line("eval", recipe, EvalRecipe))
-        write_page(under_way.folder, f"{Path(recipe.model).name}: {title}", markdown_table(table), made)
+        parts = [markdown_table(table), *_beside_table_2(recipe, table)]
+        write_page(under_way.folder, f"{Path(recipe.model).name}: {title}", *parts, made)
         results = under_way.finish({"eval": scores, "model": recipe.model})
     show_table(title, table)
     return results

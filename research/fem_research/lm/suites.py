@@ -78,3 +78,22 @@ def paper_row(name: str) -> dict[str, float]:
     if name not in rows:
         raise ValueError(f"beside must be a row of Table 2, {', '.join(rows)}; got {name!r}.")
     return rows[name]
+
+
+def ranked(rows: dict[str, dict[str, float]]) -> list[dict]:
+    """The rows' average rank over the columns, 1 for the best, equals sharing one, and how often each is first."""
+    table = []
+    for name, row in rows.items():
+        ranks = [1 + sum(other[column] > score for other in rows.values()) for column, score in row.items()]
+        table.append({"row": name, "average rank": sum(ranks) / len(ranks), "firsts": ranks.count(1)})
+    return table
+
+
+def table_2(size: str, ours: dict[str, float | None]) -> list[dict]:
+    """Table 2's rows of a size and ours, which has a rank where every column was scored, with the scores of all."""
+    papers = {name: row for name, row in paper_rows().items() if name.startswith(f"{size} ")}
+    whole = all(score is not None for score in ours.values())
+    table = ranked(papers | {"ours": ours} if whole else papers)
+    if not whole:
+        table.append({"row": "ours", "average rank": None, "firsts": None})
+    return [row | (ours if row["row"] == "ours" else papers[row["row"]]) for row in table]

@@ -17,7 +17,7 @@ from fem_research.common.names import display, sizes
 from fem_research.common.paired import by_seed, shown, spread
 from fem_research.runs.run import RUNS, check_output, command_line, progress
 from fem_research.runs.tables import write_page
-from fem_research.vision.images import Pictures, check, load_pictures
+from fem_research.vision.images import Pictures, check, load_pictures, to_check
 from fem_research.vision.settings import PROFILES, VisionRecipe
 from fem_research.vision.training import model_config, train
 
@@ -75,7 +75,7 @@ def write_report(folder: Path, records: Sequence[dict], recipe: VisionRecipe, pr
     write_page(
         folder,
         f"Images: FEM in the place of DeiT's attention, {data}",
-        f"{data}: {len(pictures.train):,} training and {len(pictures.test):,} held-out pictures of "
+        f"{data}: {pictures.counts[0]:,} training and {pictures.counts[1]:,} held-out pictures of "
         f"{len(pictures.classes)} classes, {size} x {size} pixels in patches of {patch} x {patch}; learnt positions, "
         f"{'class token' if recipe.pooling == 'cls' else 'mean over patches'}. All models have "
         f"{sizes(recipe.mlp, 'MLPs')}; they see the same pictures in the same order, and one "
@@ -85,8 +85,7 @@ def write_report(folder: Path, records: Sequence[dict], recipe: VisionRecipe, pr
         markdown_table(table(records), {"top-1, %": max, "loss, nats": min}),
         "![held-out accuracy, a dot per seed](scores.png)",
         "## Table 3: ImageNet-1K",
-        "Top-1 accuracy and millions of parameters; blank: not run. The recipe is DeiT's without RandAugment, random "
-        "erasing and repeated augmentation.",
+        "Top-1 accuracy and millions of parameters; blank: not run.",
         markdown_table(table3(records, profile)),
         provenance(command_line("vision", recipe, VisionRecipe(**PROFILES[profile]), profile)),
     )
@@ -95,15 +94,18 @@ def write_report(folder: Path, records: Sequence[dict], recipe: VisionRecipe, pr
 def run(recipe: VisionRecipe, output: Path, profile: str = "digits") -> dict:
     """Run the jobs without a record, under torchrun on all processes, of which one writes; returns the results."""
     check_output(output, "vision", recipe)
-    pictures = load_pictures(recipe.data)
+    if recipe.recipe == "deit":
+        import fem_research.vision.deit  # noqa: F401  before pictures are read: it says what is not installed
+    pictures = load_pictures(recipe.data, recipe.stream)
     for job in recipe.jobs():
         model_config(job, pictures.classes)
     with cpu_threads(recipe.threads), progress() as bars:
 
         def train_all(missing: list[VisionRecipe], folder: Path) -> Iterator[dict]:
             if missing:
-                files = bars.add_task("reading every picture", total=len(pictures.train) + len(pictures.test))
-                check(pictures, recipe.channels, recipe.patch_size, lambda: bars.advance(files))
+                files = to_check(pictures)
+                bar = bars.add_task("reading pictures", total=len(files))
+                check(files, recipe.channels, recipe.patch_size, lambda: bars.advance(bar))
             model_of = lambda job: output / "models" / job.key  # noqa: E731
             one = lambda job, checkpoints: train(job, pictures, checkpoints, model_of(job), bars)  # noqa: E731
             return one_by_one(missing, folder, one, _writes())

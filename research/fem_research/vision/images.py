@@ -1,8 +1,10 @@
-"""Labelled pictures (digits, a folder, a zip file, a dataset of the hub), and the inputs of a model made of them."""
+"""Labelled pictures: digits, a folder, a zip file, a dataset of the hub, which may be read as it is used."""
 
 from __future__ import annotations
 
+import functools
 import io
+import os
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,21 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
-import torch
-from datasets import ClassLabel, Dataset, Features, Image, concatenate_datasets, load_dataset
+from datasets import (
+    ClassLabel,
+    Dataset,
+    Features,
+    Image,
+    IterableDataset,
+    concatenate_datasets,
+    load_dataset,
+)
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from jaxtyping import Float
 from PIL import Image as Pillow
-from torch import Tensor
-from torch.utils import data
 
 from fem.train.data import way_to_the_hub
-from fem_research.vision.settings import VisionRecipe
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm")
 HELD_OUT = ("validation", "val", "test")
 DIGITS_TESTED = 360
-AT_ONCE = 1024  # files in memory while all are checked
+AT_ONCE = 1024  # files in memory while pictures are checked
+CHECKED = 10_000  # pictures that are read before the training
+IN_ZIP = "zip://"
 SOURCES = "data must be digits, a folder, a zip file or a dataset of the hub"
 MODES = {1: "L", 3: "RGB"}
 
@@ -33,13 +40,21 @@ MODES = {1: "L", 3: "RGB"}
 class Pictures:
     """Image files with labels to train on and to test on, {"image": {"bytes", "path"}, "label"}, and class names."""
 
-    train: Dataset
-    test: Dataset
+    train: Dataset | IterableDataset
+    test: Dataset | IterableDataset
     classes: list[str]
 
+    @property
+    def counts(self) -> tuple[int | None, int | None]:
+        """The pictures to train on and to test on; None where a stream does not tell, which is refused."""
+        return _count(self.train), _count(self.test)
 
-def load_pictures(source: str) -> Pictures:
-    """Pictures from "digits", a folder or a zip file of <split>/<class>/<picture>, or a dataset of the hub."""
+
+def load_pictures(source: str, stream: bool = False) -> Pictures:
+    """Pictures from "digits", a folder or a zip file of <split>/<class>/<picture>, or a dataset of the hub. stream:
+    read that dataset as it is used; all of it is downloaded otherwise."""
+    if stream and ("/" not in source or Path(source).exists()):
+        raise ValueError(f"stream needs a dataset of the hub (OWNER/NAME), got data = {source!r}.")
     if source == "digits":
         return digits()
     path = Path(source)
@@ -48,11 +63,11 @@ def load_pictures(source: str) -> Pictures:
         return _laid_out(source, names, lambda name: {"bytes": None, "path": str(path / name)})
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            read = lambda name: {"bytes": archive.read(name), "path": name}  # noqa: E731
-            return _laid_out(source, sorted(archive.namelist()), read)
+            names = sorted(archive.namelist())
+        return _laid_out(source, names, lambda name: {"bytes": None, "path": f"{IN_ZIP}{name}::{path}"})
     if path.exists():
         raise ValueError(f"{SOURCES}, got the file {source!r}.")
-    return _of_the_hub(source)
+    return _of_the_hub(source, stream)
 
 
 def digits() -> Pictures:
@@ -73,14 +88,37 @@ def digits() -> Pictures:
 def open_picture(file: dict, channels: int) -> Pillow.Image:
     """The picture as grey or RGB pixels. Raises ValueError where it cannot be read."""
     try:
-        with Pillow.open(file["path"] if file["bytes"] is None else io.BytesIO(file["bytes"])) as picture:
+        with Pillow.open(_opened(file)) as picture:
             return picture.convert(MODES[channels])
-    except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, zipfile.BadZipFile, Pillow.DecompressionBombError) as error:
         raise ValueError(f"{file['path']!r} is no picture that can be read: {error}") from error
 
 
-def check(pictures: Pictures, channels: int, smallest: int, advance: Callable[[], None] = lambda: None) -> None:
-    """Read every picture once. Raises ValueError on pictures that cannot be read, or are smaller than `smallest`."""
+def _opened(file: dict) -> str | io.BytesIO:
+    if file["bytes"] is not None:
+        return io.BytesIO(file["bytes"])
+    if not file["path"].startswith(IN_ZIP):
+        return file["path"]
+    name, _, archive = file["path"].removeprefix(IN_ZIP).rpartition("::")
+    return io.BytesIO(_archive(archive, os.getpid()).read(name))
+
+
+@functools.cache
+def _archive(path: str, process: int) -> zipfile.ZipFile:
+    """An archive that stays open: each process has its own, as they would move each other's place in it."""
+    return zipfile.ZipFile(path)
+
+
+def to_check(pictures: Pictures) -> Dataset:
+    """The pictures that are read before a training: all of a small set, evenly spaced ones of a large one, and none of
+    a stream. The others are met in training, which they end as these do."""
+    parts = [files for files in (pictures.train, pictures.test) if isinstance(files, Dataset)]
+    files = concatenate_datasets(parts) if parts else Dataset.from_dict({"image": []})
+    return files.select(range(0, len(files), -(-len(files) // CHECKED) or 1))
+
+
+def check(files: Dataset, channels: int, smallest: int, advance: Callable[[], None] = lambda: None) -> None:
+    """Read each of the pictures. Raises ValueError where any cannot be read, or are smaller than `smallest`."""
 
     def fault(file: dict) -> list[str]:
         try:
@@ -90,7 +128,7 @@ def check(pictures: Pictures, channels: int, smallest: int, advance: Callable[[]
         told = f"{file['path']!r} has {width} x {height} pixels, less than a patch of {smallest}."
         return [told] if min(width, height) < smallest else []
 
-    files, faults = concatenate_datasets([pictures.train, pictures.test]), []
+    faults: list[str] = []
     with ThreadPoolExecutor() as pool:
         for first in range(0, len(files), AT_ONCE):
             for sentences in pool.map(fault, files[first : first + AT_ONCE]["image"]):
@@ -125,29 +163,40 @@ def _laid_out(source: str, names: list[str], read: Callable[[str], dict]) -> Pic
     return Pictures(part("train"), part(held_out), classes)
 
 
-def _of_the_hub(name: str) -> Pictures:
+def _of_the_hub(name: str, stream: bool) -> Pictures:
     if "/" not in name:
         raise ValueError(f"{SOURCES} (OWNER/NAME), got {name!r}, which is no file or folder here.")
     try:
         if not HF_HUB_OFFLINE:
             way_to_the_hub()
-        splits = load_dataset(name)
+        splits = load_dataset(name, streaming=stream)
     except Exception as error:  # what the hub raises differs by connection, name and version
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{SOURCES}, got {name!r}: {reason}") from error
     held_out = _held_out(name, set(splits))
-    features = splits["train"].features
+    if (features := splits["train"].features) is None:
+        raise ValueError(f"stream needs data that tell their columns, got {name!r}, which do not.")
     first = lambda wanted: next((c for c, kind in features.items() if isinstance(kind, wanted)), None)  # noqa: E731
     columns = [first(Image), first(ClassLabel)]
     if None in columns:
         told = f"{name!r} with {', '.join(features)}"
         raise ValueError(f"data must have a column of images and one of classes, got {told}.")
 
-    def part(split: str) -> Dataset:
-        files = splits[split].select_columns(columns).rename_columns(dict(zip(columns, ("image", "label"))))
-        return files.cast_column("image", Image(decode=False))
+    def part(split: str) -> Dataset | IterableDataset:
+        files = splits[split].cast_column(columns[0], Image(decode=False)).select_columns(columns)
+        return files.rename_columns({old: new for old, new in zip(columns, ("image", "label")) if old != new})
 
-    return Pictures(part("train"), part(held_out), features[columns[1]].names)
+    pictures = Pictures(part("train"), part(held_out), features[columns[1]].names)
+    if None in pictures.counts:
+        raise ValueError(f"stream needs data that tell how many pictures they have, got {name!r}, which do not.")
+    return pictures
+
+
+def _count(files: Dataset | IterableDataset) -> int | None:
+    if isinstance(files, Dataset):
+        return len(files)
+    told = (files.info.splits or {}).get(str(files.split))
+    return told and told.num_examples
 
 
 def _held_out(source: str, splits: set[str]) -> str:
@@ -167,108 +216,3 @@ def _png(pixels: np.ndarray) -> dict:
 def _dataset(files: list[dict], labels: list[int], classes: list[str]) -> Dataset:
     features = Features(image=Image(decode=False), label=ClassLabel(names=classes))
     return Dataset.from_dict({"image": files, "label": labels}, features)
-
-
-MEAN_AND_STD = {1: ((0.5,), (0.5,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
-TRIES = 10
-
-
-class View(data.Dataset):
-    """Pictures as {"pixel_values" (C, S, S), "labels"}; crops depend on seed, epoch and index only, for all models."""
-
-    def __init__(self, files: Dataset, recipe: VisionRecipe, training: bool = False):
-        self.files, self.recipe, self.training, self.epoch = files, recipe, training, 0
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> dict:
-        row, recipe = self.files[index], self.recipe
-        picture = open_picture(row["image"], recipe.channels)
-        if not self.training:
-            crop = central_crop(picture, recipe.image_size, recipe.central_share)
-            return {"pixel_values": pixels(crop), "labels": row["label"]}
-        draw = np.random.default_rng([recipe.seed, self.epoch, index])
-        crop = random_crop(picture, recipe.image_size, recipe.min_area, draw)
-        if recipe.flip and draw.random() < 0.5:
-            crop = crop.transpose(Pillow.Transpose.FLIP_LEFT_RIGHT)
-        return {"pixel_values": pixels(crop), "labels": row["label"], "draw": draw}
-
-
-def central_crop(picture: Pillow.Image, size: int, share: float) -> Pillow.Image:
-    """The central square whose side is `share` of the picture's shorter one, at `size` pixels."""
-    width, height = picture.size
-    side = share * min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
-    return picture.resize((size, size), Pillow.Resampling.BICUBIC, (left, top, left + side, top + side))
-
-
-def random_crop(picture: Pillow.Image, size: int, min_area: float, draw: np.random.Generator) -> Pillow.Image:
-    """A crop: its share of the area uniform in [min_area, 1], its aspect log-uniform in [3/4, 4/3]; else the centre."""
-    width, height = picture.size
-    for _ in range(TRIES):
-        area = width * height * draw.uniform(min_area, 1)
-        aspect = np.exp(draw.uniform(-1, 1) * np.log(4 / 3))
-        w, h = np.sqrt(area * aspect), np.sqrt(area / aspect)
-        if w <= width and h <= height:
-            left, top = draw.uniform(0, width - w), draw.uniform(0, height - h)
-            return picture.resize((size, size), Pillow.Resampling.BICUBIC, (left, top, left + w, top + h))
-    return central_crop(picture, size, 1.0)
-
-
-def pixels(picture: Pillow.Image) -> Float[Tensor, "c h w"]:
-    """(value / 255 - mean) / std, per channel."""
-    values = torch.from_numpy(np.array(picture, dtype=np.float32)).reshape(*picture.size[::-1], -1).permute(2, 0, 1)
-    mean, std = (torch.tensor(constant)[:, None, None] for constant in MEAN_AND_STD[len(values)])
-    return (values / 255 - mean) / std
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Collates examples: labels are (B,) in testing; in training (B, K), smoothed, and mixed with the pictures."""
-
-    classes: int
-    recipe: VisionRecipe
-
-    def __call__(self, examples: list[dict]) -> dict[str, Tensor]:
-        x = torch.stack([example["pixel_values"] for example in examples])
-        labels = torch.tensor([example["labels"] for example in examples])
-        if "draw" not in examples[0]:
-            return {"pixel_values": x, "labels": labels}
-        rest = self.recipe.smoothing / self.classes
-        y = torch.nn.functional.one_hot(labels, self.classes) * (1 - self.recipe.smoothing) + rest
-        return dict(zip(("pixel_values", "labels"), self.mixed(x, y, examples[0]["draw"])))
-
-    def mixed(
-        self, x: Float[Tensor, "b c h w"], y: Float[Tensor, "b k"], draw: np.random.Generator
-    ) -> tuple[Float[Tensor, "b c h w"], Float[Tensor, "b k"]]:
-        """Pictures and labels mixed with those of the reversed batch, x' and y'.
-
-            mixup:  s x + (1 - s) x',  s ~ Beta(mixup, mixup)
-            cutmix: x with a box of x' in it, s the share of the picture outside the box
-            labels: s y + (1 - s) y'
-
-        With both switched on, each batch gets either one, by chance.
-        """
-        mixup, cutmix = self.recipe.mixup, self.recipe.cutmix
-        boxed = cutmix > 0 and (mixup == 0 or draw.random() < 0.5)
-        alpha = cutmix if boxed else mixup
-        if alpha == 0:
-            return x, y
-        share = float(draw.beta(alpha, alpha))
-        if boxed:
-            x, share = _boxed(x, share, draw)
-        else:
-            x = share * x + (1 - share) * x.flip(0)
-        return x, share * y + (1 - share) * y.flip(0)
-
-
-def _boxed(x: Tensor, share: float, draw: np.random.Generator) -> tuple[Tensor, float]:
-    size = x.shape[-1]
-    side = size * np.sqrt(1 - share)
-    (top, bottom), (left, right) = (
-        np.clip(np.round(draw.uniform(0, size) + side * np.array([-0.5, 0.5])), 0, size).astype(int) for _ in range(2)
-    )
-    mixed = x.clone()
-    mixed[..., top:bottom, left:right] = x.flip(0)[..., top:bottom, left:right]
-    return mixed, float(1 - (bottom - top) * (right - left) / size**2)

@@ -15,6 +15,8 @@ from fem_research.common.mixers import canonical
 from fem_research.common.names import as_shown
 
 DTYPES = ("float32", "bfloat16")
+RECIPES = ("plain", "deit")
+COPIES = 3  # of a picture in a row, in DeiT's repeated augmentation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,7 @@ class VisionRecipe:
     """Pictures, models and training. The defaults suit a laptop: scikit-learn's digits, under a minute per model."""
 
     data: str = option("digits", "digits, a folder or zip of <split>/<class>/<picture>, or a dataset of the hub.")
+    stream: bool = option(False, "Read a dataset of the hub as it is used, instead of downloading all of it.")
     mixers: str = option(
         "attention,FEM", "With commas between, such as attention, FEM-GLA, attention+LT.", shown=as_shown
     )
@@ -36,15 +39,20 @@ class VisionRecipe:
     mlp: str = option("narrowed", "MLP: narrowed to DeiT's parameters, or kept, as in the paper.")
     pooling: str = option("cls", "cls: classify by a class token, as DeiT; mean: by the mean over patches.")
     drop_path: float = option(0.0, "Probability with which the last block skips a branch in training.")
+    recipe: str = option(
+        "plain",
+        "plain: crops, gradients clipped at 1, a cosine to 0; deit: DeiT's, by timm: RandAugment, erasing, every "
+        "picture three times in a row, no clipping, a cosine from 1e-6 up and down to 1e-5.",
+    )
     epochs: int = option(24, "Times that every picture is seen.")
     batch: int = option(64, "Pictures per step, over all processes.", called="batch_size")
     learning_rate: float = option(3e-3, "Peak learning rate of AdamW.")
-    warmup: float = option(0.05, "Share of the steps in which the learning rate rises; a cosine takes it to zero.")
+    warmup: float = option(0.05, "Share of the steps in which the learning rate rises.")
     weight_decay: float = option(0.05, "Weight decay of the weights; beta, norms and biases have none.")
     min_area: float = option(0.6, "Smallest share of a picture's area that a training crop shows.")
     flip: bool = option(False, "Mirror half of the training pictures.")
-    mixup: float = option(0.0, "Beta parameter of blends of two pictures; 0: none.")
-    cutmix: float = option(0.0, "Beta parameter of boxes from another picture; 0: none.")
+    mixup: float = option(0.0, "Beta parameter of blends of two pictures, by the recipe deit; 0: none.")
+    cutmix: float = option(0.0, "Beta parameter of boxes from another picture, by the recipe deit; 0: none.")
     smoothing: float = option(0.1, "Label smoothing.")
     central_share: float = option(1.0, "Side of the central crop that tests see, as a share of the shorter side.")
     validations: int = option(10, "Tests and checkpoints, evenly spaced; the last at the end.")
@@ -65,6 +73,13 @@ class VisionRecipe:
             raise ValueError(f"channels must be 1 (grey) or 3 (RGB), got {self.channels}.")
         require_one_of("dtype", self.dtype, DTYPES)
         require_one_of("mlp", self.mlp, MLPS)
+        require_one_of("recipe", self.recipe, RECIPES)
+        if self.recipe == "plain" and (self.mixup or self.cutmix):
+            raise ValueError(f"mixup and cutmix need recipe = deit, got {self.mixup} and {self.cutmix} in plain.")
+        if self.recipe == "deit" and (self.channels != 3 or self.batch % 2):
+            raise ValueError(
+                f"recipe deit needs channels = 3 and an even batch_size, got {self.channels} and {self.batch}."
+            )
         if not self.mixer_names:
             raise ValueError("mixers must name at least one mixer, got an empty list.")
 
@@ -101,7 +116,7 @@ def _files(data: str) -> list[tuple[str, int]]:
 DEIT_TINY = {"data": "ILSVRC/imagenet-1k", "image_size": 224, "patch_size": 16, "channels": 3, "central_share": 0.875}
 DEIT_TINY |= {"width": 192, "layers": 12, "heads": 3, "drop_path": 0.1, "dtype": "bfloat16", "seeds": 1}
 DEIT_TINY |= {"epochs": 300, "batch": 1024, "learning_rate": 1e-3, "warmup": 5 / 300, "validations": 100, "workers": 12}
-DEIT_TINY |= {"min_area": 0.08, "flip": True, "mixup": 0.8, "cutmix": 1.0}
+DEIT_TINY |= {"min_area": 0.08, "flip": True, "mixup": 0.8, "cutmix": 1.0, "recipe": "deit"}
 CIFAR = {"data": "uoft-cs/cifar10", "image_size": 32, "patch_size": 4, "channels": 3, "min_area": 0.5, "flip": True}
 CIFAR |= {"width": 96, "layers": 6, "heads": 4, "epochs": 40, "learning_rate": 1e-3}
 PROFILES: dict[str, dict] = {  # the fields that differ from the recipe's defaults

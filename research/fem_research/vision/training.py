@@ -17,8 +17,9 @@ from fem_research.common.blocks import convolve
 from fem_research.common.mixers import fields_of
 from fem_research.common.names import display
 from fem_research.common.watch import Watch, validations
-from fem_research.vision.images import Batches, Pictures, View
-from fem_research.vision.settings import VisionRecipe
+from fem_research.vision.images import Pictures
+from fem_research.vision.settings import COPIES, VisionRecipe
+from fem_research.vision.views import Batches, Stream, View
 
 
 def model_config(job: VisionRecipe, classes: list[str]) -> FEMImageConfig:
@@ -42,14 +43,23 @@ def model_config(job: VisionRecipe, classes: list[str]) -> FEMImageConfig:
 
 
 class ImageWatch(Watch):
-    """`Watch`, which also passes the epoch to the training view."""
+    """`Watch`, which also passes the epoch to the training view; to a stream the step at which it begins."""
 
-    def __init__(self, view: View, bars: Progress, title: str):
+    def __init__(self, view: View | Stream, bars: Progress, title: str):
         super().__init__(bars, title)
         self.view = view
 
     def on_epoch_begin(self, args, state, control, **_):
-        self.view.epoch = int(state.epoch + 1e-6)
+        self.view.epoch = state.global_step if isinstance(self.view, Stream) else int(state.epoch + 1e-6)
+
+
+class DeiTTrainer(SavingTrainer):
+    """With repeated augmentation."""
+
+    def _get_train_sampler(self, train_dataset: View | None = None):
+        from fem_research.vision.deit import Copies
+
+        return Copies(self.train_dataset)
 
 
 def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Path, bars: Progress) -> dict:
@@ -62,15 +72,20 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
     with torch.random.fork_rng():
         torch.manual_seed(job.seed)
         model = convolve(FEMForImageClassification(model_config(job, pictures.classes)), job.mixers)
-    view = View(pictures.train, job, training=True)
-    args = training_arguments(job, len(view), folder)
-    trainer = SavingTrainer(
+    deit = job.recipe == "deit"
+    view = (
+        Stream(pictures.train, job, training=True, copies=COPIES if deit else 1)
+        if job.stream
+        else View(pictures.train, job, training=True)
+    )
+    args = training_arguments(job, pictures.counts[0], folder)
+    trainer = (DeiTTrainer if deit else SavingTrainer)(
         output=folder,
         callbacks=[ImageWatch(view, bars, f"{display(job.mixers)}, seed {job.seed}")],
         model=model,
         args=args,
         train_dataset=view,
-        eval_dataset=View(pictures.test, job),
+        eval_dataset=(Stream if job.stream else View)(pictures.test, job),
         data_collator=Batches(len(pictures.classes), job),
         compute_metrics=_accuracy,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
@@ -83,18 +98,25 @@ def train(job: VisionRecipe, pictures: Pictures, folder: Path, model_folder: Pat
     return names | scores | {"images_per_second": args.max_steps * job.batch / seconds, "seconds": seconds}
 
 
+FIRST, LAST = 1e-6, 1e-5  # DeiT's learning rates before the rise and after the cosine
+
+
 def training_arguments(job: VisionRecipe, pictures: int, folder: Path) -> TrainingArguments:
-    steps = job.epochs * -(-pictures // job.batch)
+    deit = job.recipe == "deit"
+    if deit and pictures < job.batch:
+        raise ValueError(f"batch_size must be at most the {pictures:,} pictures of an epoch, got {job.batch}.")
+    steps = job.epochs * (pictures // job.batch if deit else -(-pictures // job.batch))
     every = -(-steps // job.validations)
     cuda = torch.cuda.is_available()
     args = TrainingArguments(
         output_dir=str(folder / STAGING),
         max_steps=steps,
         learning_rate=job.learning_rate,
-        lr_scheduler_type="cosine",
+        lr_scheduler_type="cosine_warmup_with_min_lr" if deit else "cosine",
+        lr_scheduler_kwargs={"min_lr": LAST, "warmup_lr_rate": FIRST / job.learning_rate} if deit else {},
         warmup_steps=round(job.warmup * steps),
         weight_decay=job.weight_decay,
-        max_grad_norm=1.0,
+        max_grad_norm=0.0 if deit else 1.0,
         seed=job.seed,
         data_seed=job.seed,
         bf16=job.dtype == "bfloat16",
@@ -104,6 +126,7 @@ def training_arguments(job: VisionRecipe, pictures: int, folder: Path) -> Traini
         save_strategy="steps",
         save_steps=every,
         remove_unused_columns=False,
+        ignore_data_skip=job.stream,
         ddp_find_unused_parameters=False,
         dataloader_num_workers=job.workers,
         dataloader_pin_memory=cuda,
@@ -112,8 +135,9 @@ def training_arguments(job: VisionRecipe, pictures: int, folder: Path) -> Traini
         disable_tqdm=True,
         log_level="error",
     )
-    if job.batch % args.world_size:
-        raise ValueError(f"batch_size must be a multiple of the {args.world_size} processes, got {job.batch}.")
+    if job.batch % (args.world_size * (1 + deit)):
+        each = "an even number for each" if deit else "a multiple"
+        raise ValueError(f"batch_size must be {each} of the {args.world_size} processes, got {job.batch}.")
     args.per_device_train_batch_size = args.per_device_eval_batch_size = job.batch // args.world_size
     return args
 
