@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple
@@ -29,7 +30,7 @@ from fem.mlp import SwiGLU
 from fem.models.arguments import SAID_BY_POSITIONS, check_names, is_of_tokens, mask_of_new_tokens, read_documents
 from fem.models.cache import FEMCache, memory_of, place_beside_keys
 from fem.models.configuration import FEMConfig
-from fem.models.engines.attention import EXACT, attend
+from fem.models.engines.attention import EXACT, attend, eager
 from fem.models.engines.inputs import KEPT, WRITTEN, documents_of, masks_of, positions_of, tokens_of, tokens_read_by
 from fem.models.engines.support import attends, keeps_tokens, layer_type, obstacle, obstacle_to_pages
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
@@ -73,8 +74,11 @@ class FEMBlock(GradientCheckpointingLayer):
             keywords |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
             kept = past_key_values is not None and self.mixer.conditioner is not None
             hidden = place_beside_keys(past_key_values, self.layer_idx) if kept else None
-            attention = functools.partial(attend, self, **keywords)
-            y, hidden = self.mixer.read_by(y, position_ids, attention, tokens, hidden)
+            # vLLM reads this source: a forward that looks the interface up and calls it once is an attention's.
+            interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+            attention = lambda *inputs, **how: interface(self, *inputs, scaling=self.scaling, **how)  # noqa: E731
+            read = functools.partial(attend, self, attention, **keywords)
+            y, hidden = self.mixer.read_by(y, position_ids, read, tokens, hidden)
             if kept:
                 past_key_values.update_recurrent_state(hidden, self.layer_idx)
         elif past_key_values is None:

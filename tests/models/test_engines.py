@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import warnings
 from itertools import cycle
 
@@ -14,6 +17,7 @@ from transformers import Cache, DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from fem.models import FEMCache, FEMConfig, FEMForCausalLM
+from fem.models.modeling import FEMBlock
 from fem.ops.softmax.cached import REACH
 
 FAMILIES = {
@@ -138,6 +142,19 @@ def test_an_engine_of_ones_own_is_given_keys_and_values_of_one_width():
     assert [(*map(tuple, call[:3]), *call[3:]) for call in calls] == [
         (*shapes, layer, mixer.key_width**-0.5) for layer in range(2)
     ]
+
+
+def test_vllm_finds_the_attention_in_the_source_of_a_block():
+    """It asks for one lookup in transformers' interface and one call of what was found, and reads the scale off it."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(FEMBlock.forward))))
+    found = [
+        node.targets[0].id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("ALL_ATTENTION_FUNCTIONS.")
+    ]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in found]
+    assert len(found) == len(calls) == 1
+    assert [ast.unparse(word.value) for word in calls[0].keywords if word.arg == "scaling"] == ["self.scaling"]
 
 
 @pytest.mark.parametrize(("width", "heads"), [(32, 4), (384, 8), (320, 4), (512, 8)])

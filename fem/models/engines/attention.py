@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fem.ops.common.packing import Packing
 from fem.ops.common.read import Read
@@ -20,6 +20,7 @@ EXACT = "exact"  # the attn_implementation of a model that reads with the librar
 
 def attend(
     block: nn.Module,
+    attention: Callable,
     q: Float[Tensor, "b t h dk"],
     k: Float[Tensor, "b t hkv dk"],
     v: Float[Tensor, "b t hkv dv"],
@@ -30,7 +31,7 @@ def attend(
     past_key_values: Cache | None = None,
     **keywords,
 ) -> Read:
-    """Mean and free energy from the attention that block.config._attn_implementation names, over its own cache.
+    """Mean and free energy from attention(q, k, values, mask, **keywords) of transformers' interface, over its cache.
 
         e = exp(beta f)        [mean | R] = softmax(q k / sqrt(d_k)) [v | e]        F = log(R) / beta
 
@@ -49,8 +50,7 @@ def attend(
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask[block.kind]
     keywords["sliding_window"] = block.sliding_window
-    by = ALL_ATTENTION_FUNCTIONS.get_interface(block.config._attn_implementation, _eager)
-    out, _ = by(block, q, k, values, attention_mask, dropout=0.0, scaling=block.scaling, **keywords)
+    out, _ = attention(q, k, values, attention_mask, dropout=0.0, **keywords)
     out = out.reshape(batch, time, -1, head)[..., :width]
     if packing is None:
         return Read(out, None)
@@ -72,7 +72,7 @@ def _packed(block: nn.Module, v: Tensor, f: Tensor, packing: Packing) -> Float[T
     return pack(v, f, packing)
 
 
-def _eager(module: nn.Module, q, k, values, attention_mask, scaling, dropout=0.0, **keywords):
+def eager(module: nn.Module, q, k, values, attention_mask, scaling, dropout=0.0, **keywords):
     """softmax(scaling q k + mask) values, with materialised weights, as transformers' "eager" attention."""
     k, values = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (k, values))
     scores = scaling * q @ k.mT

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fem.functional import softmax_read
 from fem.mixer import FreeEnergyMixer
@@ -316,9 +317,10 @@ def served(
 
     else:
         block = FEMBlock(config, layer.config, 0).to(prompt.device)
+        by = partial(ALL_ATTENTION_FUNCTIONS["sdpa"], block, scaling=block.scaling)
 
         def read(x: Tensor, at: Tensor, mask: Tensor | None) -> Tensor:
-            return layer.read_by(x, at, partial(attend, block, attention_mask=mask, past_key_values=cache))[0]
+            return layer.read_by(x, at, partial(attend, block, by, attention_mask=mask, past_key_values=cache))[0]
 
     read(prompt, position[:time], None)
     graph = torch.compile(lambda x, at: read(x, at, (at >= position)[None, None, None]), fullgraph=True)
