@@ -37,4 +37,5 @@ def test_every_patch_stands_on_the_page():
     told = set(re.findall(r"`((?:fem|research)/[\w/]+\.py)`", section.partition("\n## ")[0]))
     files = [*(ROOT / "fem").rglob("*.py"), *(ROOT / "research" / "fem_research").rglob("*.py")]
     found = {path.relative_to(ROOT).as_posix() for path in files if patches(ast.parse(path.read_text()))}
-    assert found <= told
+    unseen = {"fem/train/titan/parallel.py"}  # it changes an object that it is given
+    assert found | unseen == told
