@@ -345,7 +345,7 @@ def test_a_slice_of_layers_is_a_run_that_joins_the_record(tmp_path, monkeypatch,
     assert [float(row["train_ms"]) for row in rows] == [1e3 * cell["train"]["seconds"] for cell in cells]
     said = {"run": "card_layers", "mode": "eager", "device": "cpu", "dtype": "bfloat16", "n_embd": "32", "batch": "2"}
     assert said.items() <= rows[0].items()
-    assert all(row["token_ms"] and row["machine"] and row["date"] and not row["note"] for row in rows)
+    assert all(row["token_ms"] and row["machine"] and row["date"] and not row.get("note") for row in rows)
     assert rows[0]["command"].startswith("make card-day SLICE=layers ARGS='--mixers ")
     assert rows[0]["command"].endswith("--output card_layers'")  # without the folders of the machine
 
