@@ -42,7 +42,7 @@ def packs(prior: str) -> None:
 def served(prior: str) -> tuple[bool, bool]:
     """Whether vLLM serves it, by its attention or in its slots for states, and transformers' continuous batching."""
     from fem.models import FEMConfig
-    from fem.models.engines.support import obstacle, obstacle_to_states
+    from fem.models.engines.obstacles import obstacle, obstacle_to_states
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 8}
     config = FEMConfig(prior_type=prior, mixer={"use_conv": False}, **sizes)

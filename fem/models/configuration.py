@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 
 from fem.checks import finite_number, positive_int, unknown_field
 from fem.config import FreeEnergyMixerConfig, build_config
+from fem.models.engines.obstacles import attends, head_width, layer_type, obstacle_to_pages
 from fem.models.engines.parallel import tensor_plan
-from fem.models.engines.support import attends, head_width, layer_type, obstacle_to_pages
 from fem.models.opener import OpensWithFEM
 from fem.models.peft import teach_peft
 from fem.models.rope import NAMES, check_turns, override, read_rope, scaled
@@ -152,10 +152,10 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         layers, shared, merged = self._own_fields(), self.mixer, []
         grouped = {"n_kv_head": self.num_key_value_heads} if self._grouped else {}
         somewhere = set().union(*map(_uses, layers))
-        for of_layer in layers:
-            elsewhere = somewhere - _uses(of_layer)
+        for own in layers:
+            elsewhere = somewhere - _uses(own)
             common = {name: value for name, value in shared.items() if name not in elsewhere}
-            merged.append(common | (grouped if _keeps_keys(of_layer) else {}) | of_layer)
+            merged.append(common | (grouped if _keeps_keys(own) else {}) | own)
         return merged
 
     def _own_fields(self) -> list[dict]:
@@ -224,10 +224,10 @@ def _keeps_keys(fields: dict) -> bool:
     return "n_kv_head" in _uses(fields)
 
 
-def check_names(where: str, fields: dict, of_model: set[str]) -> None:
+def check_names(where: str, fields: dict, further: set[str]) -> None:
     """Raise ValueError where the fields hold one of the model's own."""
     for name in fields:
-        if name in of_model:
+        if name in further:
             owner = MODEL_NAMES.get(name, "architecture")
             raise ValueError(f"{where} must leave {name} to the model's {owner}, got {name}={fields[name]!r}.")
 

@@ -67,9 +67,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, with_gradient):
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        of_hidden, of_weight = (with_gradient and asked for asked in ctx.needs_input_grad[:2])
-        grad_hidden = torch.zeros_like(hidden) if of_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=total.dtype) if of_weight else None
+        wants_hidden, wants_weight = (with_gradient and asked for asked in ctx.needs_input_grad[:2])
+        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=total.dtype) if wants_weight else None
         rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
         for start in range(0, hidden.shape[0], rows):
             h, y = hidden[start : start + rows], targets[start : start + rows]
@@ -77,16 +77,16 @@ class _SummedCrossEntropy(torch.autograd.Function):
             log_p = F.log_softmax(logits, -1, dtype=total.dtype)
             # not in place: under torch.compile PyTorch 2.11 gives no gradient to an output that was written to
             total = total + F.nll_loss(log_p, y, ignore_index=IGNORED, reduction="sum")
-            if of_hidden or of_weight:
+            if wants_hidden or wants_weight:
                 counted = (y != IGNORED)[:, None]
                 grad = log_p.exp_().scatter_add_(1, y.clamp_min(0)[:, None], -counted.to(log_p.dtype)).mul_(counted)
                 grad = grad.to(logits.dtype)
-                if of_hidden:
+                if wants_hidden:
                     grad_hidden[start : start + rows] = grad @ weight
-                if of_weight:
+                if wants_weight:
                     grad_weight += grad.T @ h
-        if of_hidden or of_weight:
-            gradients = grad_hidden, grad_weight.to(weight.dtype) if of_weight else None
+        if wants_hidden or wants_weight:
+            gradients = grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None
             ctx.save_for_backward(*gradients, hidden, weight, targets)
         return total
 

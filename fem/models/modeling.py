@@ -31,8 +31,8 @@ from fem.models.arguments import SAID_BY_POSITIONS, check_names, is_of_tokens, m
 from fem.models.cache import FEMCache, memory_of, place_beside_keys
 from fem.models.configuration import FEMConfig
 from fem.models.engines.attention import EXACT, attend, eager
-from fem.models.engines.inputs import KEPT, WRITTEN, documents_of, masks_of, positions_of, tokens_of, tokens_read_by
-from fem.models.engines.support import attends, keeps_tokens, layer_type, obstacle, obstacle_to_pages
+from fem.models.engines.inputs import KEPT, WRITTEN, documents_of, masks_of, positions_of, tokens_in, tokens_read_by
+from fem.models.engines.obstacles import attends, keeps_tokens, layer_type, obstacle, obstacle_to_pages
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
 from fem.ops.common.tokens import PLAIN, Tokens
 
@@ -204,7 +204,7 @@ class FEMModel(FEMPreTrainedModel):
             check_names(self, kwargs, position_ids)
         elif name in ("sdpa", "eager"):  # further ones are continuous batching's
             check_names(self, {name: kwargs.get(name) for name in SAID_BY_POSITIONS}, position_ids)
-        past, cached = tokens_of(past_key_values), past_key_values is not None or bool(use_cache)
+        past, cached = tokens_in(past_key_values), past_key_values is not None or bool(use_cache)
         documents = documents_of(config, x, attention_mask, position_ids, segment_ids, past, cached)
         if past_key_values is None and self._wants_cache(use_cache) and (name == EXACT or documents is None):
             past_key_values = FEMCache(len(self.layers)) if name == EXACT else DynamicCache(config=config)

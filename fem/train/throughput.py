@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fem.models import FEMConfig
-from fem.models.engines.support import attends
+from fem.models.engines.obstacles import attends
 
 # Peak of dense bfloat16 matrix products in operations a second, by a part of the GPU's name (vendors' data sheets).
 PEAKS = {

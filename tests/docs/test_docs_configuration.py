@@ -9,7 +9,7 @@ import torch
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.models import FEMConfig
-from fem.models.engines.support import obstacle_to_pages, obstacle_to_states
+from fem.models.engines.obstacles import obstacle_to_pages, obstacle_to_states
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
 WRITTEN = dict(re.findall(r"^\| ([\w -]+) \| `(\.\w+\(512, 8.*?\))` \|", PAGE, re.MULTILINE))

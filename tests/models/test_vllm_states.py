@@ -14,7 +14,7 @@ from own_priors import register
 from torch import nn
 
 from fem.models import FEMConfig, FEMForCausalLM
-from fem.models.engines.support import obstacle_to_states
+from fem.models.engines.obstacles import obstacle_to_states
 
 SIZES = {"vocab_size": 17, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 SLOTS, BLOCK = 7, 4

@@ -10,14 +10,14 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from fem.models.arguments import is_of_tokens, mask_of_new_tokens, read_documents
 from fem.models.engines.attention import EXACT
-from fem.models.engines.support import FULL, SLIDING
+from fem.models.engines.obstacles import FULL, SLIDING
 from fem.ops.common.tokens import PLAIN, Tokens, read_tokens
 
 KEPT = "kept"  # among the masks of a compiled step: which new tokens the conditioner reads
 WRITTEN = "written_by_fem"  # on a cache: it holds states, or values [v | e], not those of another model
 
 
-def tokens_of(cache: object) -> int | Tensor:
+def tokens_in(cache: object) -> int | Tensor:
     """The tokens in the cache, which is marked as filled by a FEM model; a static one counts on the device.
 
     Raises TypeError on what is no cache, ValueError on one that another model has filled.
@@ -55,8 +55,8 @@ def documents_of(
         return read_documents(x, attention_mask, position_ids, past, segment_ids)
     documents, compiling = segment_ids, torch.compiler.is_compiling()
     alone = attention_mask is None and not cached
-    of_pairs = attention_mask is not None and not is_of_tokens(attention_mask)  # says itself what a token sees
-    if isinstance(past, int) and (alone or not (of_pairs or compiling)):
+    by_pairs = attention_mask is not None and not is_of_tokens(attention_mask)  # says itself what a token sees
+    if isinstance(past, int) and (alone or not (by_pairs or compiling)):
         documents = read_documents(x, attention_mask, position_ids, past, segment_ids)
     if documents is None:
         return None

@@ -9,8 +9,8 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.utils import set_weight_attrs
 
 from fem.gates import Temperature
+from fem.models.engines.obstacles import obstacle_to_pages, obstacle_to_states
 from fem.models.engines.parallel import check_heads
-from fem.models.engines.support import obstacle_to_pages, obstacle_to_states
 
 
 class FEMForCausalLM(TransformersForCausalLM):

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
-from fem.models.engines.support import attends, has_state, obstacle_to_states
+from fem.models.engines.obstacles import attends, has_state, obstacle_to_states
 from fem.ops.common.tokens import Tokens, read_tokens
 from fem.state import CachePosition, MixerState
 

@@ -88,10 +88,10 @@ def _mixer(site: Site, prior_type: str, config: dict) -> FreeEnergyMixer:
             raise ValueError(
                 f"{name} is set by the original to {site.fields[name]!r}, got {config[name]!r}; leave it out."
             )
-    of_softmax = dict(site.softmax_fields or {}) if prior_type == "softmax" else {}
+    originals = dict(site.softmax_fields or {}) if prior_type == "softmax" else {}
     if config.get("n_head", site.fields["n_head"]) != site.fields["n_head"]:
-        of_softmax.pop("n_kv_head", None)  # it belongs to the original's heads
-    fields = site.fields | of_softmax | config
+        originals.pop("n_kv_head", None)  # it belongs to the original's heads
+    fields = site.fields | originals | config
     turned = "rope_theta" in getattr(PRIORS.get(prior_type), "uses", ()) and fields.get("use_rope", True)
     if "rope_theta" not in config and (not turned or fields.get("rope_frequencies") is not None):
         fields.pop("rope_theta", None)  # the original's, which nothing would read

@@ -81,11 +81,11 @@ def _example(model: PreTrainedModel) -> dict[str, Tensor | bool] | None:
     return inputs | ({"use_cache": False} if "use_cache" in takes else {})
 
 
-def _shape(config: PreTrainedConfig, name: str, of_patches: bool) -> tuple[int, ...] | None:
+def _shape(config: PreTrainedConfig, name: str, patched: bool) -> tuple[int, ...] | None:
     """The shape of a picture, of its patches, of frequencies over time or of a sound, where the config says it."""
     size = lambda field, default=None: getattr(config, field, default)  # noqa: E731
     side, steps, patch = size("image_size"), size("max_source_positions"), size("patch_size")
-    if of_patches:
+    if patched:
         depth = size("in_channels", 3) * size("temporal_patch_size", 2)
         return (math.prod(GRID), depth * patch**2) if isinstance(patch, int) else None
     shapes = {

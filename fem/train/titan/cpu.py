@@ -13,7 +13,7 @@ import torch
 def find_cpu() -> None:
     """Let torchtitan, which is imported after it, find a CPU."""
     torch._utils._get_available_device_type = lambda: "cpu"
-    of_card = {
+    functions = {
         "get_device_name": lambda device=None: "cpu",
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=1),
         "current_device": lambda: 0,
@@ -21,7 +21,7 @@ def find_cpu() -> None:
         "empty_cache": lambda: None,
         "memory_stats": lambda device=None: {},
     }
-    for name, function in of_card.items():
+    for name, function in functions.items():
         setattr(torch.cpu, name, function)
 
 
