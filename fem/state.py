@@ -112,6 +112,7 @@ class MixerState:
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
     def tensors(self) -> list[Tensor]:
+        """All tensors of the state, in one order for every state of a layer."""
         return [tensor for _, tensor in self._named()]
 
     def clone(self) -> MixerState:

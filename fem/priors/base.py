@@ -123,6 +123,7 @@ class Prior(nn.Module, ABC):
         return read if memory is not None else (read, None)
 
     def scan_call(self, tokens: Tokens, memory: dict[str, Tensor] | None) -> ScanCall:
+        """How a scan of `fem.ops` reads the tokens under this prior's configuration."""
         config = self.config
         return ScanCall(config.causal, tokens, memory or None, memory is not None, config.normalize, config.backend)
 
