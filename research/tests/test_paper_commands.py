@@ -126,7 +126,8 @@ def test_a_command_of_the_page_leaves_a_whole_run(words, tmp_path, monkeypatch, 
         pytest.skip(why)
     assert fem(monkeypatch, *toy, "--output", str(output)) == 0
     shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines()), default=0) <= 80
+    lines = [line for line in shown.splitlines() if str(tmp_path) not in line]  # a folder's name may be long
+    assert max(map(len, lines), default=0) <= 80
     if name == "train":
         assert (output / "checkpoint-2" / "model.safetensors").exists()
         assert len((output / "metrics.jsonl").read_text().splitlines()) >= 2
