@@ -73,8 +73,9 @@ def examine(output: Path, only: str | None = None) -> dict:
     ends = {pool.submit(_in_a_process, name, device, output / f"{name}.jsonl"): name for name in chosen}
     try:
         for end in as_completed(ends):
-            outcomes[ends[end]] = end.result()
-            print(f"{chosen[ends[end]].title}: {end.result()['ended']}, {end.result()['seconds']:.0f} s")
+            name = ends[end]
+            outcomes[name] = found = end.result()
+            print(f"{chosen[name].title}: {found['ended']}, {found['seconds']:.0f} s")
             results["verdict"] = verdict(device, outcomes)
             write_json(output / "results.json", results)  # what is done stays, whatever becomes of the other steps
             (output / "report.md").write_text(page(results, chosen), encoding="utf-8")
@@ -112,7 +113,7 @@ def verdict(device: str, outcomes: dict) -> str:
 
 def page(results: dict, chosen: dict[str, Step]) -> str:
     parts = [f"# fem doctor --gpu\n\n{results['verdict']}\n"]
-    for name in filter(results["steps"].get, chosen):
+    for name in [name for name in chosen if name in results["steps"]]:
         step = results["steps"][name]
         parts.append(f"## {chosen[name].title}\n\nEnded: {step['ended']}, after {step['seconds']} s.\n")
         columns = list(dict.fromkeys(column for row in step["rows"] for column in row))

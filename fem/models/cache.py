@@ -151,8 +151,7 @@ class FixedMemory(MixerMemory):
     def __deepcopy__(self, memo: dict) -> FixedMemory:
         copied = FixedMemory()
         if self.state is not None:
-            copied.store(self.state, 1)
-            copied.tokens.copy_(self.tokens)
+            copied.store(self.state, int(self.tokens))
         return copied
 
     def activate_past_recording(self) -> None:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from command_line import fem
 from PIL import Image
 from rich.progress import Progress
+from trainings import interrupted, same
 
 from fem.models import FEMForImageClassification
 from fem_research.vision import images, training, views
@@ -83,10 +84,6 @@ def ends(job, pictures, path):
     return record, list(FEMForImageClassification.from_pretrained(path / "model").parameters())
 
 
-def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
-
-
 def pictures(count=14):
     return images.Pictures(table(0, count).cast_column("image", datasets.Image(decode=False)),
                            table(50, 6).cast_column("image", datasets.Image(decode=False)), CLASSES)  # fmt: skip
@@ -128,14 +125,8 @@ def test_a_stream_trains_and_goes_on(hub, tmp_path, monkeypatch, workers):
     """Three workers for two files: one has nothing to read."""
     job = replace(PLAIN, data=NAME, stream=True, workers=workers)
 
-    def stop(self, args, state, control, **_):
-        if state.global_step == 9:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training.ImageWatch, "on_step_end", stop)
-        with pytest.raises(KeyboardInterrupt):
-            ends(job, images.load_pictures(NAME, stream=True), tmp_path)
+    with interrupted(monkeypatch, training.ImageWatch, 9):
+        ends(job, images.load_pictures(NAME, stream=True), tmp_path)
     record, _ = ends(job, images.load_pictures(NAME, stream=True), tmp_path)
     assert [point["step"] for point in record["curve"]] == [4, 8, 12]
 
@@ -220,14 +211,8 @@ def test_a_stopped_run_of_deits_goes_on_as_if_it_had_not_been_stopped(deit, tmp_
     job = replace(DEIT, workers=workers)
     whole = ends(job, pictures(), tmp_path / "whole")
 
-    def stop(self, args, state, control, **_):
-        if state.global_step == 5:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training.ImageWatch, "on_step_end", stop)
-        with pytest.raises(KeyboardInterrupt):
-            ends(job, pictures(), tmp_path / "stopped")
+    with interrupted(monkeypatch, training.ImageWatch, 5):
+        ends(job, pictures(), tmp_path / "stopped")
     resumed = ends(job, pictures(), tmp_path / "stopped")
     assert same(resumed[1], whole[1])
     assert [point["step"] for point in whole[0]["curve"]] == [3, 6, 9]

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from rich.progress import Progress
+from trainings import interrupted, same
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
 from fem import PRIORS, cli
@@ -546,24 +547,14 @@ def trained(job, pictures, path):
     return untimed, record, list(model.parameters())
 
 
-def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
-
-
 JOB = replace(RECIPE, mixers="softmax+CLTG")
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(pictures, tmp_path, monkeypatch):
     whole = trained(JOB, pictures, tmp_path / "whole")
 
-    def stop(self, args, state, control, **_):
-        if state.global_step == 5:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training.ImageWatch, "on_step_end", stop)
-        with pytest.raises(KeyboardInterrupt):
-            trained(JOB, pictures, tmp_path / "stopped")
+    with interrupted(monkeypatch, training.ImageWatch, 5):
+        trained(JOB, pictures, tmp_path / "stopped")
     assert len(list((tmp_path / "stopped" / "run").glob("checkpoint-*"))) == 1
     resumed = trained(JOB, pictures, tmp_path / "stopped")
     assert resumed[0] == whole[0]

@@ -2,11 +2,32 @@
 
 import json
 import random
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 WORDS = ["sun", "moon", "river", "stone", "bird", "leaf"]
+
+
+@contextmanager
+def interrupted(monkeypatch, watch, step):
+    """A training that a callback of this class stops after a step, as Ctrl-C does."""
+
+    def stop(self, args, state, control, **_):
+        if state.global_step == step:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "on_step_end", stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+def same(a, b):
+    """Whether two lists of tensors are equal, bit for bit."""
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
 
 
 def write_corpus(path, documents=120, seed=0):
