@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fem.ops.common.transforms import may_look
+from fem.ops.common.backend import may_look
 
 
 class Allowed(NamedTuple):

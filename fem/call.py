@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fem.ops.common.backend import transformed
 from fem.ops.common.tokens import Tokens, read_tokens
-from fem.ops.common.transforms import transformed
 from fem.projection import check_tokens
 from fem.state import CachePosition, MixerState
 

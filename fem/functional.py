@@ -23,11 +23,11 @@ from fem.arguments import (
 )
 from fem.checks import SMALLEST, finite_number, positive_int
 from fem.ops.channel_scan import channel_scan_read as channel_scan
+from fem.ops.common.backend import may_look
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import LOG_ZERO, Read
 from fem.ops.common.scan import ScanCall
 from fem.ops.common.tokens import PLAIN, read_tokens
-from fem.ops.common.transforms import may_look
 from fem.ops.decay_scan import decaying_sum as decay
 from fem.ops.linear_attention import linear_attention_read as linear_attention
 from fem.ops.softmax import softmax_read as softmax

@@ -8,11 +8,8 @@ from torch import Tensor, nn
 
 from fem.call import Call
 from fem.gates import SlimProjection
-from fem.ops.common.backend import found
-from fem.ops.common.launch import plain_map, plain_tensors, watched
+from fem.ops.common.backend import exporting, found, plain_map, plain_tensors, transformed, watched
 from fem.ops.common.precision import product_dtype
-from fem.ops.common.steps import exporting
-from fem.ops.common.transforms import transformed
 from fem.priors import SoftmaxPrior
 from fem.priors.kv_cache import append
 

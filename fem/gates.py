@@ -10,10 +10,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.ops.common.launch import by_kernels
+from fem.ops.common.backend import by_kernels, differentiated, transformed
+from fem.ops.common.operator import again_differentiable
 from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
-from fem.ops.common.transforms import again_differentiable, differentiated, transformed
 from fem.optim import mark_undecayed
 from fem.projection import Projection
 

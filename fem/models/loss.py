@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from fem.ops.common.transforms import again_differentiable, transformed
+from fem.ops.common.backend import transformed
+from fem.ops.common.operator import again_differentiable
 
 IGNORED = -100
 LOGITS_AT_ONCE = 2**24

@@ -14,11 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fem.ops.common.launch import by_kernels
+from fem.ops.common.backend import by_kernels, transformed
 from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
-from fem.ops.common.transforms import transformed
 from fem.ops.softmax.cached import fixed_packing, pack_exactly, unpacked
 from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig
-from fem.ops.common.launch import plain_tensors
+from fem.ops.common.backend import plain_tensors
 from fem.ops.common.precision import upcast
 from fem.ops.linear_attention.linear_attention_read import by_kernels_of_fla, linear_attention_read
 from fem.prior_table import ROWS, gla_decay_width

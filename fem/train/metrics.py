@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 
 from fem.gates import Temperature, TwoLevelGate
-from fem.ops.common.fallback_count import fallbacks
+from fem.ops.common.precision import fallbacks
 from fem.train.data import Row
 from fem.train.recipe import TrainRecipe
 from fem.train.saving import NotFinite, kept

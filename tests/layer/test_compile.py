@@ -10,8 +10,8 @@ import pytest
 import torch
 from layers import FAMILIES
 
+from fem.ops.common.backend import exporting
 from fem.ops.common.operator import operator
-from fem.ops.common.steps import exporting
 
 SCRIPT = """
 import sys, torch

@@ -21,7 +21,7 @@ from reads import (
 )
 
 from fem.functional import ScanState
-from fem.ops.common.fallback_count import fallbacks
+from fem.ops.common.precision import fallbacks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 every_read = pytest.mark.parametrize("name", READS)

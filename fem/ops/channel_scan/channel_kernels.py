@@ -26,13 +26,12 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from fem.ops.common.backend import on
 from fem.ops.common.cells import by_prefixes
-from fem.ops.common.launch import on
 from fem.ops.common.merge_kernels import LOG_ZERO, NO_WEIGHT, expm1, log1p, merged_energies, merged_means
-from fem.ops.common.operator import operator
+from fem.ops.common.operator import again_differentiable, operator
 from fem.ops.common.precision import double
 from fem.ops.common.read import Terms
-from fem.ops.common.transforms import again_differentiable
 
 BLOCK = 32  # channels of a program
 Rows = Float[Tensor, "b t c"]

@@ -9,17 +9,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import scan_backend
+from fem.ops.common.backend import portable, scan_backend, transformed
 from fem.ops.common.cells import by_prefixes, cell_step, zero_unseen
 from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, read_free
 from fem.ops.common.recurrence import recurrence
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.steps import portable
 from fem.ops.common.sums import Sums, entering, leaving, shift_for, suspect
 from fem.ops.common.tokens import Tokens
-from fem.ops.common.transforms import transformed
 
 SLAB_VALUES = 2**16  # of a slab's values: intermediate results fit the CPU's cache
 

@@ -1,12 +1,25 @@
-"""Which implementation of a read runs, and why."""
+"""What runs here, and why: under which transform of PyTorch a call is made, which implementation reads it, and whether
+kernels may.
+
+Our operators have a hand-written first derivative only. Where more is asked, of `torch.func`, forward mode or second
+derivatives, a read takes a form of plain differentiable steps instead, which PyTorch can transform in any way, at more
+time and memory.
+
+Private parts of PyTorch: `_C._functorch.maybe_current_level` and `autograd.forward_ad._current_level`, of 2.11 to 2.13,
+which may go when PyTorch says in public whether a transform runs; `compiler._is_exporting_flag`, of 2.11, which may go
+when that is no longer supported.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from fem.prior_table import BACKENDS
 
@@ -14,6 +27,50 @@ _PACKAGES = {"fla": "fla-core", "triton": "triton"}  # by module
 _INSTALL = {"fla": "pip install fla-core einops", "triton": "pip install triton"}
 _FOUND = {module: find_spec(module) is not None for module in (*_INSTALL, "mamba_ssm")}
 _MISSED: set[str] = set()  # which the user was told of
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of our own Triton kernels
+
+# --- what PyTorch does with a call -----------------------------------------------------------------------------------
+
+
+def exporting() -> bool:
+    """Whether `torch.export` is tracing. In PyTorch 2.11 `is_exporting` is true under torch.compile, too."""
+    return torch.compiler.is_exporting() and getattr(torch.compiler, "_is_exporting_flag", True)
+
+
+def portable() -> bool:
+    """Whether `torch.export` is tracing a graph that must not contain our custom operators.
+
+    That is every graph for inference, under torch.no_grad(), and for ONNX. A graph exported with gradients keeps the
+    operators, as they have gradients.
+    """
+    return exporting() and (not torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
+
+
+def transformed(*tensors: Tensor | None) -> bool:
+    """Whether a transform of `torch.func` (grad, vmap, jvp, ...) is active, or a tensor carries a tangent.
+
+    Without tensors: whether any could carry one.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._functorch.maybe_current_level() is not None:
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return not tensors or any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def differentiated(*tensors: Tensor | None) -> bool:
+    """Whether what is computed from the tensors has a gradient."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def may_look(x: Tensor) -> bool:
+    """Whether values of x may be read on the host: on a CPU, where nothing waits, outside graphs and transforms."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed(x)
+
+
+# --- which implementation reads it -----------------------------------------------------------------------------------
 
 
 def softmax_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -74,3 +131,41 @@ def _installed(module: str, warned: bool = False) -> bool:
 def _check(backend: str) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}.")
+
+
+# --- what our own Triton kernels ask of tensors, devices and the modules in whose place they compute ------------------
+
+
+def by_kernels(*tensors: Tensor | None, differentiable: bool = False) -> bool:
+    """Whether kernels may compute with the tensors: called eagerly on CUDA, at most 32 bits wide, and without a
+    gradient, unless the kernels are differentiable."""
+    if not (tensors[0].is_cuda and found("triton")) or torch.compiler.is_compiling():
+        return False
+    return tensors[0].numel() > 0 and plain_tensors(*tensors) and (differentiable or not differentiated(*tensors))
+
+
+def plain_tensors(*tensors: Tensor | None) -> bool:
+    """Whether kernels may read the tensors themselves: no subclasses, such as a part of a tensor that devices share,
+    at most 32 bits wide, and neither transformed nor exported."""
+    given = [x for x in tensors if x is not None]
+    fit = all(type(x) in (Tensor, nn.Parameter) and x.dtype in _DTYPES for x in given)
+    return fit and not (exporting() or transformed(*given))
+
+
+def on(device: torch.device) -> AbstractContextManager:
+    """A context in which Triton, which launches on the current device, launches on this one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether somebody's hook or other forward would not run if the module were not called."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or (not torch.compiler.is_compiling() and "forward" in vars(module))
+
+
+def plain_map(module: nn.Module) -> bool:
+    """Whether a linear map may be computed from its weights: no adapter, hook or sharded weight is in its place."""
+    usual = type(module).forward is nn.Linear.forward and type(module.weight) in (nn.Parameter, Tensor)
+    return usual and not watched(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fem.ops.common.launch import by_kernels
+from fem.ops.common.backend import by_kernels
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms
 
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fem.ops.common.launch import on
+from fem.ops.common.backend import on
 from fem.ops.common.merge_kernels import LOG_ZERO, NO_WEIGHT, NUMBERS, expm1, log1p
 from fem.ops.common.read import Terms
 

@@ -1,16 +1,22 @@
-"""How the operators of the library are declared to PyTorch.
+"""Operators of the library: how they are declared to PyTorch, and how gradients are taken inside of them and twice.
 
-Private part of PyTorch: `_inductor.config`, which is read and never written, of 2.11 to 2.13. It may go when inductor
-keeps the pieces of a concatenation that lie in another part of a graph than the rest.
+Private parts of PyTorch, of 2.11 to 2.13: `_inductor.config`, which is read and never written, and which may go when
+inductor keeps the pieces of a concatenation that lie in another part of a graph than the rest;
+`_C._dispatch_tls_is_dispatch_key_excluded` and its setter, which may go when an operator of `torch.library` may
+differentiate what it computes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+_AUTOGRAD = [torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA]
+_AUTOGRAD += [torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView]
 
 
 def operator(schema: str, waits: bool = True) -> Callable[[Callable], torch.library.CustomOpDef]:
@@ -49,3 +55,35 @@ def _refused_in_parts(name: str, shapes: Callable) -> Callable:
         return shapes(*inputs)
 
     return traced
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Inside a custom op, where autograd is left out: record gradients all the same."""
+    before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _AUTOGRAD]
+    for key in _AUTOGRAD:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for key, excluded in zip(_AUTOGRAD, before):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
+def again_differentiable(
+    function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Gradients of a differentiable function's inputs that can themselves be differentiated again.
+
+    The function is differentiated with respect to views: inputs may be computed from each other, and the gradient of
+    one must not contain that of another, which the caller's graph adds itself.
+    """
+    inputs = [None if x is None else x.view_as(x) for x in inputs]
+    asked = [x for x in inputs if x is not None and x.requires_grad]
+    pairs = [(y, grad) for y, grad in zip(function(*inputs), grads) if grad is not None and y.requires_grad]
+    if not pairs:
+        return [None] * len(inputs)
+    outputs, grads = zip(*pairs)
+    gradients = iter(torch.autograd.grad(outputs, asked, grads, create_graph=True, allow_unused=True))
+    return [next(gradients) if x is not None and x.requires_grad else None for x in inputs]

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fem.ops.common.backend import may_look
 from fem.ops.common.precision import LEAST_PROVEN
-from fem.ops.common.transforms import may_look
 
 _LOG_2 = math.log(2)
 SMALL_SPAN = 1.0  # nats: from here on, 1 + R loses no more than R itself would

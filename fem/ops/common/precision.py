@@ -1,15 +1,16 @@
-"""In which precision sums, shifts and logarithms run: float32 at least, float64 for float64 inputs."""
+"""In which precision sums, shifts and logarithms run, float32 at least; and how often a read was computed again."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from fem.ops.common.steps import exporting
+from fem.ops.common.backend import exporting
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -32,6 +33,34 @@ def product_dtype(x: Tensor) -> torch.dtype:
 # The certificate. Terms are at most 1, and underflow takes at most e^-87 from each (e^-700 in float64): a sum that is
 # still this large has lost less than its own rounding.
 LEAST_PROVEN = {torch.float32: math.exp(-60.0), torch.float64: math.exp(-600.0)}
+
+
+class FallbackCount:
+    """How many entries of the free energy all reads have computed, and how many of these were computed again.
+
+    An entry is computed again where underflow cannot be ruled out (docs/equations.md). Warns once at more than 1 %.
+    """
+
+    def __init__(self):
+        self.warned = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.entries = self.recomputed = 0
+
+    def count(self, entries: int, recomputed: int) -> None:
+        self.entries += entries
+        self.recomputed += recomputed
+        if not self.warned and self.recomputed > 0.01 * self.entries:
+            self.warned = True
+            warnings.warn(
+                f"{self.recomputed} of {self.entries} free energies spanned more than 60 nats and were computed "
+                "again, exactly but up to 10 times slower; smaller values or a smaller beta avoid it.",
+                stacklevel=3,
+            )
+
+
+fallbacks = FallbackCount()
 
 # Beyond one of these float32 is not enough: beta, beta (max v - min v), beta |v| and a log-weight's size.
 # Below a span of 2 the gradient of an SSM's A erred by 6.5 times what the fuzz allows (80 calls), above it by 1.7.

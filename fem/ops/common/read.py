@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fem.ops.common.transforms import may_look
+from fem.ops.common.backend import may_look
 
 _NEAR = 30.0  # exponents up to here go through exp itself, larger ones through logarithms
 LOG_ZERO = -1e30  # the logarithm of no weight; finite, so that the difference of two of them is finite, too

@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from fem.ops.common.launch import by_kernels
+from fem.ops.common.backend import by_kernels, portable
 from fem.ops.common.operator import operator
-from fem.ops.common.steps import portable
 
 
 def frequencies(width: int, theta: float, device: torch.device) -> Float64[Tensor, " planes"]:

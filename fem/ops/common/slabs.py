@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fem.ops.common.fallback_count import fallbacks
-from fem.ops.common.operator import operator
-from fem.ops.common.precision import double, needs_float64, upcast, without_autocast
+from fem.ops.common.backend import differentiated, portable, transformed
+from fem.ops.common.operator import again_differentiable, operator, recorded
+from fem.ops.common.precision import double, fallbacks, needs_float64, upcast, without_autocast
 from fem.ops.common.read import Terms, connected_zeros
-from fem.ops.common.recorded import recorded
-from fem.ops.common.steps import along_time, portable
-from fem.ops.common.transforms import again_differentiable, differentiated, transformed
+from fem.ops.common.steps import along_time
 
 KERNELS, STATELESS = 1, 2  # of a call by kernels: whether its memory holds anything, or is wanted after it
 

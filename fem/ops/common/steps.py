@@ -1,7 +1,6 @@
 """A recurrence step by step: in a loop, which PyTorch can transform in any way, or by the scan of `torch.export`.
 
-Private parts of PyTorch: `compiler._is_exporting_flag`, of 2.11, which may go when that is no longer supported, and
-`_higher_order_ops.scan`, of 2.11 to 2.13, when it is public.
+Private part of PyTorch: `_higher_order_ops.scan`, of 2.11 to 2.13. It may go when that is public.
 """
 
 from __future__ import annotations
@@ -12,29 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fem.ops.common.backend import portable
+
 Step = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
-
-
-def exporting() -> bool:
-    """Whether `torch.export` is tracing. In PyTorch 2.11 `is_exporting` is true under torch.compile, too."""
-    return torch.compiler.is_exporting() and getattr(torch.compiler, "_is_exporting_flag", True)
-
-
-def portable() -> bool:
-    """Whether `torch.export` is tracing a graph that must not contain our custom operators.
-
-    That is every graph for inference, under torch.no_grad(), and for ONNX. A graph exported with gradients keeps the
-    operators, as they have gradients.
-    """
-    return exporting() and (not torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
-
-
-def running_maximum(x: Tensor) -> Tensor:
-    """max_{i <= t} x_ti along the last axis. A `portable` graph compares all pairs, as ONNX has no such operator."""
-    if not portable():
-        return x.cummax(-1).values
-    time = torch.arange(x.shape[-1], device=x.device)
-    return torch.where(time[:, None] >= time, x[..., None, :], torch.iinfo(x.dtype).min).amax(-1)
 
 
 def along_time(step: Step, state: Sequence[Tensor], *inputs: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:

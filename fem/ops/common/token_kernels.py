@@ -14,8 +14,8 @@ import triton.language as tl
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from fem.ops.common.launch import on
-from fem.ops.common.transforms import again_differentiable, differentiated
+from fem.ops.common.backend import differentiated, on
+from fem.ops.common.operator import again_differentiable
 from fem.ops.common.triton_math import gate, through_gate, turn
 
 NUMBERS = 1024  # of a program, 8 for each of 128 threads

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from fem.ops.common.steps import running_maximum
-from fem.ops.common.transforms import may_look
+from fem.ops.common.backend import may_look, portable
 from fem.state import CachePosition
 
 _NO_IDS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)  # nor floating-point ones
@@ -90,7 +89,7 @@ def read_tokens(
     previous = torch.where(last[:, :-1] >= 0, previous, before.segment[:, None])
     start = ones & known & (ids != previous)
     document = before.document[:, None] + start.long().cumsum(1)
-    base = running_maximum(torch.where(start, count - 1, -before.position[:, None]))
+    base = _running_maximum(torch.where(start, count - 1, -before.position[:, None]))
     position = (count - 1 - base).clamp_min(0)
     end = last[:, -1]
     seen = end >= 0
@@ -148,12 +147,20 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
     return mask.bool()
 
 
+def _running_maximum(x: Tensor) -> Tensor:
+    """max_{i <= t} x_ti along the last axis. A `portable` graph compares all pairs, as ONNX has no such operator."""
+    if not portable():
+        return x.cummax(-1).values
+    time = torch.arange(x.shape[-1], device=x.device)
+    return torch.where(time[:, None] >= time, x[..., None, :], torch.iinfo(x.dtype).min).amax(-1)
+
+
 def last_kept_before(keep: Tensor) -> Tensor:
     """(B, T + 1): the column of the last kept token before t, -1 for none."""
     column = torch.arange(keep.shape[1], device=keep.device)
     seen = torch.where(keep, column, -1)
     nothing = seen.new_full((keep.shape[0], 1), -1)
-    return torch.cat([nothing, running_maximum(seen)], 1) if keep.shape[1] else nothing
+    return torch.cat([nothing, _running_maximum(seen)], 1) if keep.shape[1] else nothing
 
 
 def _first_of_each_document(keep: Tensor | None, document: Tensor) -> Tensor:

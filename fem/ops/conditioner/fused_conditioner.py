@@ -8,12 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fem.ops.common.backend import found
-from fem.ops.common.launch import on, plain_map, plain_tensors, watched
-from fem.ops.common.operator import operator
+from fem.ops.common.backend import found, on, plain_map, plain_tensors, watched
+from fem.ops.common.operator import again_differentiable, operator
 from fem.ops.common.precision import product_dtype
 from fem.ops.common.tokens import Tokens
-from fem.ops.common.transforms import again_differentiable
 from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 
 _TENSORS = 10  # that the operator takes

@@ -6,13 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import scan_backend
+from fem.ops.common.backend import portable, scan_backend, transformed
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import connected_zeros
 from fem.ops.common.recurrence import running_sums
-from fem.ops.common.steps import along_time, portable
-from fem.ops.common.transforms import transformed
+from fem.ops.common.steps import along_time
 
 
 def decay_scan(

@@ -13,7 +13,7 @@ import triton.language as tl
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from fem.ops.common.launch import on
+from fem.ops.common.backend import on
 from fem.ops.common.rope import turned
 
 NUMBERS = 1024  # of a program, 8 for each of 128 threads

@@ -18,9 +18,9 @@ import torch
 import triton
 from torch import Tensor
 
-from fem.ops.common.launch import on
+from fem.ops.common.backend import on
+from fem.ops.common.operator import again_differentiable
 from fem.ops.common.read import Terms
-from fem.ops.common.transforms import again_differentiable
 from fem.ops.linear_attention import scan_kernels as K
 from fem.ops.linear_attention.chunked import by_fla, miscompiled
 from fem.ops.linear_attention.linear_log_space import LinearInputs

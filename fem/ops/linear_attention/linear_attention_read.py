@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import scan_backend
-from fem.ops.common.launch import by_kernels
+from fem.ops.common.backend import by_kernels, scan_backend
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import NO_WEIGHT, Read, Terms, log, read_free
 from fem.ops.common.scan import ScanCall, memory_before

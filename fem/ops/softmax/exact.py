@@ -12,10 +12,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fem.ops.common.fallback_count import fallbacks
-from fem.ops.common.operator import operator
+from fem.ops.common.operator import operator, recorded
+from fem.ops.common.precision import fallbacks
 from fem.ops.common.read import Read
-from fem.ops.common.recorded import recorded
 from fem.ops.softmax.support import Support, bounds
 
 _NUMBERS = 1 << 22  # in float64 at once, 32 MiB

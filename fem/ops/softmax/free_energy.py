@@ -11,11 +11,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.operator import operator
+from fem.ops.common.operator import again_differentiable, operator
 from fem.ops.common.packing import Packing
 from fem.ops.common.precision import LEAST_PROVEN, compute_dtype, without_autocast
 from fem.ops.common.read import Read
-from fem.ops.common.transforms import again_differentiable
 from fem.ops.softmax.attend import attend, attend_backward
 from fem.ops.softmax.exact import definition, exact_where
 from fem.ops.softmax.support import Support

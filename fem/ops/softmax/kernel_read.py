@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fem.ops.common.backend import exporting
 from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast, without_autocast
 from fem.ops.common.read import LOG_ZERO, Read
-from fem.ops.common.steps import exporting
 from fem.ops.softmax.card_attention import WIDEST, attend_on_card, compiled_on_card
 from fem.ops.softmax.exact import exact_where
 from fem.ops.softmax.support import Support

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fem.ops.common.backend import may_look
 from fem.ops.common.precision import upcast
 from fem.ops.common.read import Read
-from fem.ops.common.transforms import may_look
 
 _BLOCK = 1 << 18  # values at a time on a CPU, so that their exponentials stay in the cache
 _LIFT = 2.0**40  # p is scaled by it, so that terms which underflow are negligible even times the largest finite e

@@ -19,7 +19,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.launch import on
+from fem.ops.common.backend import on
 from fem.ops.common.operator import operator
 from fem.ops.common.read import Read
 from fem.ops.common.triton_math import log_1_plus, power_of_2

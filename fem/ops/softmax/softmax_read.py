@@ -9,12 +9,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.backend import found, softmax_backend
+from fem.ops.common.backend import differentiated, exporting, found, softmax_backend, transformed
 from fem.ops.common.precision import without_autocast
 from fem.ops.common.read import Read, connected_zeros, read_free, rounded
-from fem.ops.common.steps import exporting
 from fem.ops.common.tokens import Tokens
-from fem.ops.common.transforms import differentiated, transformed
 from fem.ops.softmax.exact import definition
 from fem.ops.softmax.free_energy import free_energy_read
 from fem.ops.softmax.kernel_read import kernel_read

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fem.ops.common.backend import portable
 from fem.ops.common.precision import compute_dtype
-from fem.ops.common.steps import portable
 from fem.ops.common.tokens import Tokens
 
 _FAR = 1 << 40  # more than any position; a tensor can hold distances to it

@@ -15,7 +15,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.launch import on
+from fem.ops.common.backend import on
 
 CHUNK = 64  # tokens between states that are kept
 BLOCK = 32  # columns of a program

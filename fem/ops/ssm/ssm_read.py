@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import found, scan_backend
-from fem.ops.common.launch import by_kernels
+from fem.ops.common.backend import by_kernels, found, scan_backend
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, log, read_free
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import STATELESS, SlabScan

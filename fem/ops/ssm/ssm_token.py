@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fem.ops.common.launch import on
+from fem.ops.common.backend import on
 from fem.ops.common.merge_kernels import (
     LOG_ZERO,
     NO_WEIGHT,

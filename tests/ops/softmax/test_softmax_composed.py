@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.functional import softmax_read
-from fem.ops.common.fallback_count import fallbacks
+from fem.ops.common.precision import fallbacks
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax import card_attention as card
 from fem.ops.softmax import exact, kernel_read

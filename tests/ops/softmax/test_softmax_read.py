@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reads import make
 
 from fem.functional import softmax_read
-from fem.ops.common.fallback_count import fallbacks
+from fem.ops.common.precision import fallbacks
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax import attend, exact, free_energy
 from fem.ops.softmax.support import Support, bounds, support
