@@ -48,7 +48,7 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
            "tl.where(lift < NEAR, near, far)", "far", "tests/ops/test_token_kernels.py"),
     Mutant("weights of linear attention up to e^90 are not scaled", "fem/ops/common/sums.py",
            "LIGHT = 30.0", "LIGHT = 90.0", EDGES, READS),
-    Mutant("products of features may leave float32", "fem/ops/linear_attention/linear_attention_read.py",
+    Mutant("products of features may leave float32", "fem/ops/linear_attention/chunked.py",
            "LARGE_FEATURE = 2.0**23", "LARGE_FEATURE = 2.0**120", EDGES),
     Mutant("scans read log-weights of hundreds in float32", PRECISION,
            "2.0, 64.0, 16.0", "2.0, 64.0, 1e9", EDGES, READS),

@@ -11,18 +11,20 @@ whether anything is in doubt.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
+from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from fem.ops.common.backend import on
 from fem.ops.common.operator import again_differentiable
 from fem.ops.common.read import Terms
 from fem.ops.linear_attention import scan_kernels as K
-from fem.ops.linear_attention.chunked import by_fla, miscompiled
 from fem.ops.linear_attention.linear_log_space import LinearInputs
 
 NUMBERS = 1024  # of a tile, 8 for each of 128 threads
@@ -234,3 +236,58 @@ def _through_entry(sizes: _Sizes, d_state, scheme, beta, memory, tilt) -> list[T
         CELLS=CELLS,
     )  # fmt: skip
     return grads
+
+
+# --- the kernels of flash-linear-attention ----------------------------------------------------------------------------
+
+
+def by_fla(
+    q: Float[Tensor, "b t h dk"],
+    k: Float[Tensor, "b t h dk"],
+    items: Float[Tensor, "b t h d"],
+    g: Tensor | None,
+    state: Float[Tensor, "b h dk d"] | None,
+    opens: Bool[Tensor, "b t"] | None,
+) -> tuple[Float[Tensor, "b t h d"], Float[Tensor, "b h dk d"]]:
+    """The rows, and the state after the last token; d is a multiple of 16, q, k and items have one dtype.
+
+    g (B, T, H) or (B, T, H, d_k) and the state are float32; opens: where a document begins."""
+    inputs, borders = [q, k, items, g], None
+    if opens is not None:  # rows one after another, each document a sequence; the first of a row continues its state
+        rows, time = opens.shape
+        opens = opens.flatten()
+        starts = (opens | (torch.arange(len(opens), device=opens.device) % time == 0)).nonzero().squeeze(1)
+        borders = F.pad(starts, (0, 1), value=len(opens))
+        finals = torch.searchsorted(starts, time * torch.arange(1, rows + 1, device=starts.device)) - 1
+        inputs = [None if x is None else x.flatten(0, 1).unsqueeze(0) for x in inputs]
+        if state is not None:
+            state = torch.where(opens[starts, None, None, None], 0, state[starts // time])
+    run = fla_kernel(g, inputs[0].shape[1])
+    out, last = run(*inputs, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=borders)
+    if opens is None:
+        return out, last
+    return out.view(rows, time, *out.shape[2:]), last.index_select(0, finals)
+
+
+@cache
+def miscompiled(device: torch.device) -> bool:
+    """Whether Triton makes wrong code of fla's `chunk_simple_gla`: its versions 3.4.0 to 3.7.0 do on an H100 or H200.
+
+    fla refuses the gradient of one decay per head there. A decay per key channel has other kernels, which read the same
+    with that of the head in every channel. Without a decay products of bfloat16 gave wrong gradients on an H100 and
+    read out of bounds on an H200; those of float32 were right on both.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"
+
+
+def fla_kernel(g: Tensor | None, time: int):
+    """fla's kernel for such a decay (B, T, H), (B, T, H, d_k) or None, of a single token or of many."""
+    if g is not None and g.ndim == 4:
+        from fla.ops.gla import chunk_gla, fused_recurrent_gla
+
+        return fused_recurrent_gla if time == 1 else chunk_gla
+    from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+
+    return fused_recurrent_simple_gla if time == 1 else chunk_simple_gla
