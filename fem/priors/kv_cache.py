@@ -9,6 +9,8 @@ of its own, [v | f], where e could not give it back: under gradients, and beyond
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -48,14 +50,18 @@ def append(
     if values is None:
         memory, start, values = _in_values(memory, start), {}, v if f is None else torch.cat([v, f], -1)
     caches = [memory[name] if memory else x[:, :, :0] for name, x in zip(KEPT, (k, values))]
-    plain = not (windowed or torch.is_grad_enabled() or torch.compiler.is_compiling())
-    in_place = plain and not transformed(k, v, *caches)
-    if not (in_place and caches[0].dtype == k.dtype and caches[1].dtype == values.dtype):
-        longer = [_joined(*pair) for pair in zip(caches, (k, values))]
-    else:
-        longer, places = zip(*(_with_place(cache, k.shape[2]) for cache in caches))
-        _write(k, values, *places)
-    return dict(zip(KEPT, longer)) | marks | start
+    return dict(zip(KEPT, _longer(caches, (k, values), windowed))) | marks | start
+
+
+def _longer(caches: Sequence[Tensor], new: tuple[Tensor, Tensor], windowed: bool) -> Sequence[Tensor]:
+    """The caches of keys and values with new ones behind them: in the buffers that they begin, or copied where a
+    gradient, a graph or another dtype forbids that, or a window lets go of them."""
+    copied = windowed or torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(*new, *caches)
+    if copied or any(cache.dtype != x.dtype for cache, x in zip(caches, new)):
+        return [_joined(*pair) for pair in zip(caches, new)]
+    longer, places = zip(*(_with_place(cache, new[0].shape[2]) for cache in caches))
+    _write(*new, *places)
+    return longer
 
 
 def packing_of(memory: Memory) -> Packing | None:

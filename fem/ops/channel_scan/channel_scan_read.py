@@ -126,10 +126,8 @@ class _ChannelScan(SlabScan):
         shift = shift_for(memory, highest, heaviest, beta, light=0.0).about(f, beta, 1)
         relative = log_weight - shift.weight
         weight, energy = relative.exp(), (beside(relative, f) + shift.exponent(f, beta)).exp()
-        items, start = Sums(beside(weight, v) * v, energy, weight), entering(memory, shift, beta)
-        u, first = (torch.stack([part for part in parts if part.shape[-1]], 2) for parts in (items, start))
-        rows = iter(recurrence(None if decay is None else decay.unsqueeze(2), u, first.squeeze(1)).unbind(2))
-        sums = Sums(*(next(rows) if part.shape[-1] else part for part in items))
+        items = Sums(beside(weight, v) * v, energy, weight)
+        sums = _running(decay, items, entering(memory, shift, beta))
         read, doubt = leaving(sums, shift, beta, suspected=bool(suspect(sums)))
         if doubt is not None:
             held = (memory.log_weight > NO_WEIGHT) | (there.cumsum(1) > 0)
@@ -139,3 +137,11 @@ class _ChannelScan(SlabScan):
 
 
 CHANNEL_SCAN = _ChannelScan()
+
+
+def _running(decay: Tensor | None, items: Sums, first: Sums) -> Sums:
+    """The sums after every token, from the first: one recurrence for all that have a channel."""
+    there = [name for name, part in items._asdict().items() if part.shape[-1]]
+    u, state = (torch.stack([getattr(parts, name) for name in there], 2) for parts in (items, first))
+    sums = recurrence(None if decay is None else decay.unsqueeze(2), u, state.squeeze(1)).unbind(2)
+    return items._replace(**dict(zip(there, sums)))

@@ -175,34 +175,40 @@ class SlabScan:
         x, borders, kernels = self._parts(arguments)
         dtype, d_reads, d_memory = borders.mean.dtype, grads[:3], grads[3:]
         asked = [n for n, w in enumerate(wanted) if w and x[n] is not None]
-        dtypes = {n: x[n].dtype for n in asked}
+        dtypes = [x[n].dtype for n in asked]
         if not kernels and self._in_float64(x):
             x, borders = self._cast(x, Tensor.double), Terms(*double(*borders))
             d_reads, d_memory = double(*d_reads), double(*d_memory)
-        at_once = self._at_once(kernels)
-        made = lambda n: (torch.empty_like if n < self.time else torch.zeros_like)(  # noqa: E731
-            x[n], memory_format=torch.contiguous_format
-        )
-        found = {} if at_once else {n: made(n) for n in asked}
+        found: list[Tensor] = []
         for number, piece in reversed(list(enumerate(self._slabs(x, kernels)))):
-            with recorded(), without_autocast(borders.mean.device):
-                given = self.Inputs(*(None if y is None else y.detach() for y in self._cut(x, piece)))
-                before = [y[number].detach().requires_grad_() for y in borders]
-                leaves = [*before, *(given[n].requires_grad_() for n in asked)]
-                read, memory, _ = self._read(Terms(*before), kernels, given)
-                pairs = [*zip(read, (None if d is None else d[:, piece] for d in d_reads)), *zip(memory, d_memory)]
-                pairs = [(y, d.to(y.dtype)) for y, d in pairs if d is not None and y.requires_grad]
-                outputs, cotangents = zip(*pairs)
-                gradients = torch.autograd.grad(outputs, leaves, cotangents, materialize_grads=True)
-            d_memory = gradients[:3]
-            for n, part in zip(asked, gradients[3:]):
-                if at_once:
-                    found[n] = part.contiguous()
-                elif n < self.time:
-                    found[n][:, piece] = part
+            before, given = Terms(*(part[number] for part in borders)), self._cut(x, piece)
+            pull = [None if d is None else d[:, piece] for d in d_reads]
+            d_memory, parts = self._slab_gradients(before, kernels, given, asked, pull, d_memory)
+            if self._at_once(kernels):
+                found = [part.contiguous() for part in parts]
+                continue
+            found = found or [_total(x[n], along_time=n < self.time) for n in asked]
+            for n, total, part in zip(asked, found, parts):
+                if n < self.time:
+                    total[:, piece] = part
                 else:
-                    found[n] += part
-        return [*(y.to(dtype).clone() for y in d_memory), *(found[n].to(dtypes[n]) for n in asked)]
+                    total += part
+        return [*(y.to(dtype).clone() for y in d_memory), *(total.to(kept) for total, kept in zip(found, dtypes))]
+
+    def _slab_gradients(
+        self, memory: Terms, kernels: int, x, asked: list[int], d_read: Sequence, d_after: Sequence
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Gradients of the memory before a slab, and of the inputs that are asked for."""
+        with recorded(), without_autocast(memory.mean.device):
+            x = self.Inputs(*(None if part is None else part.detach() for part in x))
+            memory = Terms(*(part.detach().requires_grad_() for part in memory))
+            leaves = [*memory, *(x[n].requires_grad_() for n in asked)]
+            read, after, _ = self._read(memory, kernels, x)
+            pairs = zip((*read, *after), (*d_read, *d_after))
+            pairs = [(y, d.to(y.dtype)) for y, d in pairs if d is not None and y.requires_grad]
+            outputs, cotangents = zip(*pairs)
+            found = torch.autograd.grad(outputs, leaves, cotangents, materialize_grads=True)
+        return found[:3], found[3:]
 
     def _empty_gradients(self, grads, wanted, *arguments):
         x, borders, _ = self._parts(arguments)
@@ -232,3 +238,9 @@ class SlabScan:
             Terms(*double(*tensors[self.count :])), self._cast(tensors[: self.count], Tensor.double)
         )
         return [*read, *memory]
+
+
+def _total(x: Tensor, along_time: bool) -> Tensor:
+    """Room for an input's gradient: of tokens each slab writes its own, of others each adds to it."""
+    make = torch.empty_like if along_time else torch.zeros_like
+    return make(x, memory_format=torch.contiguous_format)

@@ -24,7 +24,7 @@ _LARGE_SCORE = 256.0  # nats: float32 rounds it to 3e-5 of a weight, which a gra
 
 
 def free_energy_read(q, k, v, f, beta: Float[Tensor, "hkv df"], support: Support, by_flash: bool) -> Read:
-    """The mean of v and the free energy of f, in float32 at least; shapes as in `read.softmax_read`."""
+    """The mean of v and the free energy of f, in float32 at least; shapes as in `softmax_read`."""
     mean, free_energy, doubt = _Read.apply(q, k, v, None if f is v else f, beta, *support, by_flash)
     return Read(mean, exact_where(doubt, free_energy, q, k, f, beta, support))
 

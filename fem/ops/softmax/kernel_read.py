@@ -31,7 +31,7 @@ def kernel_read(
     [mean | R] = attention(q, k, [v | e]), where R proves an entry (`packing`); others are computed again from the
     definition in float64. span: what beta (max f - min f) is at most, in nats; up to 58 it proves all entries. A graph
     of `torch.export` computes nothing again: an f more than 58 nats below the largest of its row counts as 58 below.
-    On a card, 16-bit inputs are read in bfloat16, as e would leave float16's range. Shapes as in `read.softmax_read`.
+    On a card, 16-bit inputs are read in bfloat16, as e would leave float16's range. Shapes as in `softmax_read`.
     A row that sees no key reads 0.
     """
     exported = exporting()

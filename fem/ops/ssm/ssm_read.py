@@ -123,42 +123,31 @@ class _SsmScan(SlabScan):
         return torch.sym_max(16, SLAB_STATES // torch.sym_max(1, x.delta.shape[0] * x.a.numel()))
 
     def slab(self, memory, kernels, x):
-        """By sums of [v | e | 1] in every state. Waits for the device."""
+        """By sums of [v | e | 1] in every state, and through the skip. Waits for the device."""
         (into, heaviest), (out, most) = _scaled(x.log_b), _scaled(x.log_c)
         heights, highest = x.log_delta.detach() + heaviest, x.f.detach().amax(1, keepdim=True)
         shift = shift_for(memory, highest, heights.amax(1, keepdim=True), x.beta, light=0.0).about(x.f, x.beta, 1)
         weight, energy = (x.log_delta + (heaviest - shift.weight)).exp(), shift.exponent(x.f, x.beta).exp()
         items = Sums(beside(weight, x.v) * x.v, beside(weight, x.f) * energy, weight)
-        columns, first = torch.cat(items, -1), torch.cat(entering(memory, shift, x.beta), -1)
-        if kernels == STATELESS and x.opens is None and found("mamba_ssm"):
-            rows, last = _by_mamba(columns, x.delta, x.a, into, out), first
-        elif kernels:
-            from fem.ops.ssm.sequential import sequential_scan  # by Triton, which the library does not require
+        rows, last = _summed(kernels, x, into, out, items, entering(memory, shift, x.beta))
+        own = Sums(x.v, energy, torch.ones_like(weight))
+        rows, level = _with_skip(rows, shift.weight + most, own, x.skip)
 
-            rows, last = sequential_scan(x.delta, x.a, into, out, columns, x.opens, first)
-        else:
-            rows, last = state_scan(x.delta, x.a, into, out, columns, x.opens, first)
-        widths = [part.shape[-1] for part in items]
-        rows, last = (Sums(*part.split_with_sizes(widths, -1)) for part in (rows, last))
-        before = shift.weight + most  # (B, T, D), the logarithm of the weights that rows are relative to
-        at = torch.maximum(before, log(x.skip.detach())).clamp_min(LEAST_SHIFT)
-        own, itself = (before - at).exp(), x.skip * (-at).exp()
-        pairs = zip(rows, (x.v, energy, torch.ones_like(weight)))
-        rows = Sums(*(beside(own, part) * part + beside(itself, part) * y for part, y in pairs))
         goes_on = kernels != STATELESS  # else the last states, which mamba-ssm does not return, are read by nobody
         suspicion = suspect(rows) | suspect(last) if goes_on else suspect(rows)
         suspected = looked_at(suspicion, x.f, x.beta, kernels)
         if suspected is None:
             return None
-        read, doubt = leaving(rows, shift._replace(weight=at), x.beta, suspected=suspected)
+        read, doubt = leaving(rows, shift._replace(weight=level), x.beta, suspected=suspected)
         after, lost = leaving(last, shift, x.beta, suspected=suspected) if goes_on else (memory, None)
+        held = memory.log_weight > NO_WEIGHT
         if doubt is not None:
-            entered = (memory.log_weight > NO_WEIGHT).any(1, keepdim=True) | ((weight > 0).cumsum(1) > 0)
+            entered = held.any(1, keepdim=True) | ((weight > 0).cumsum(1) > 0)
             if bool((doubt & ((out > 0).any(-1, keepdim=True) & entered | (x.skip > 0))).any()):
                 return None
         if lost is not None:
             entered = (into > 0).any(1).unsqueeze(-1) & (weight > 0).any(1, keepdim=True)
-            if bool((lost & ((memory.log_weight > NO_WEIGHT) | entered)).any()):
+            if bool((lost & (held | entered)).any()):
                 return None
         return read, after, 0
 
@@ -170,6 +159,31 @@ def _scaled(log_x: Tensor) -> tuple[Tensor, Tensor]:
     """x in units of each token's largest entry, and the logarithm of that, (B, T, 1), which has no gradient."""
     most = log_x.detach().amax(-1, keepdim=True).clamp_min(NO_WEIGHT)
     return (log_x - most).exp(), most
+
+
+def _summed(kernels: int, x: SsmInputs, into: Tensor, out: Tensor, items: Sums, first: Sums) -> tuple[Sums, Sums]:
+    """The sums of every token over its states, weighted `out`, and the last states, from the first."""
+    widths = [part.shape[-1] for part in items]
+    columns, state = torch.cat(items, -1), torch.cat(first, -1)
+    if kernels == STATELESS and x.opens is None and found("mamba_ssm"):
+        rows, last = _by_mamba(columns, x.delta, x.a, into, out), state
+    else:
+        scan = state_scan
+        if kernels:
+            from fem.ops.ssm.sequential import sequential_scan as scan  # by Triton, which the library does not require
+        rows, last = scan(x.delta, x.a, into, out, columns, x.opens, state)
+    return Sums(*rows.split_with_sizes(widths, -1)), Sums(*last.split_with_sizes(widths, -1))
+
+
+def _with_skip(rows: Sums, before: Tensor, own: Sums, skip: Tensor) -> tuple[Sums, Tensor]:
+    """The sums with a token's own items through the skip, and the logarithm of the weights that they are relative to.
+
+    before: that logarithm of the rows, (B, T, D).
+    """
+    level = torch.maximum(before, log(skip.detach())).clamp_min(LEAST_SHIFT)
+    recalled, present = (before - level).exp(), skip * (-level).exp()
+    pairs = zip(rows, own)
+    return Sums(*(beside(recalled, part) * part + beside(present, part) * item for part, item in pairs)), level
 
 
 def mamba_kernel(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
