@@ -14,8 +14,7 @@ from fem.config import FreeEnergyMixerConfig, build_config
 from fem.models.engines.obstacles import attends, head_width, layer_type, obstacle_to_pages
 from fem.models.engines.parallel import tensor_plan
 from fem.models.opener import OpensWithFEM
-from fem.models.peft import teach_peft
-from fem.models.rope import NAMES, check_turns, override, read_rope, scaled
+from fem.models.rope import check_turns, read_rope, scaled
 from fem.prior_table import PRIORS, ROTARY
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
@@ -96,7 +95,9 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
             raise ValueError(
                 "this folder was written by fem train and is no model: open one of the folders checkpoint-N in it."
             )
-        rope = {name: values.pop(name, None) for name in NAMES}
+        rope = values.pop("rope_parameters", None)
+        if values.pop("rope_scaling", None) is not None:
+            raise TypeError("FEMConfig has no field 'rope_scaling'; pass rope_parameters, with a rope_type.")
         for name in values:
             if name in MIXER_FIELDS:
                 remedy = MODEL_NAMES.get(name, f"mixer={{{name!r}: {values[name]!r}}}")
@@ -120,15 +121,16 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
         """The config of a dict; fields among kwargs, those of from_pretrained, are read as the constructor's are."""
-        given = {name: kwargs.pop(name) for name in (*FEMConfig.__annotations__, *NAMES) if name in kwargs}
-        config_dict = override(config_dict, given)
+        given = {name: kwargs.pop(name) for name in (*FEMConfig.__annotations__, "rope_parameters") if name in kwargs}
+        if "rope_theta" in (given.get("rope_parameters") or {}):  # of which a saved mixer has a copy
+            saved = {name: value for name, value in (config_dict.get("mixer") or {}).items() if name != "rope_theta"}
+            config_dict = config_dict | {"mixer": saved}
         return super().from_dict(config_dict | given, **kwargs)
 
     def convert_rope_params_to_dict(self, **values) -> dict:
         return values  # `read_rope` did
 
     def to_dict(self) -> dict:
-        teach_peft()  # peft calls this method, then looks the model type up in the table that this fills
         saved = super().to_dict()
         saved.pop(BUILT, None)
         return saved

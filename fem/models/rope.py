@@ -11,65 +11,34 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from fem.config import FreeEnergyMixerConfig
 from fem.prior_table import PRIORS, ROTARY
 
-NAMES = ("rope_scaling", "rope_parameters", "rope_theta")
 KINDS = ("linear", "yarn", "llama3", "proportional")  # not those whose angles change with the length of a row
 
 
-def read_rope(config: PreTrainedConfig, given: dict) -> None:
-    """Sets config.rope_parameters, where any of `NAMES` are given, in the words of transformers 5, from older ones too.
+def read_rope(config: PreTrainedConfig, given: dict | None) -> None:
+    """Sets config.rope_parameters, in the words of transformers, where some are given.
 
-    Raises ValueError on a kind of scaling that is unknown, on what is given twice, and on what nothing reads.
+    Raises ValueError on a kind of scaling that is unknown, on a rope_theta that differs from the mixers', and on what
+    nothing reads.
     """
-    parameters, rope_theta = _parameters(given), given.get("rope_theta")
-    if not parameters and rope_theta is None:
+    if not given:
         return
-    rope = {"rope_theta": rope_theta or config.mixer.get("rope_theta", 10000.0), **(parameters or {})}
-    _once("rope_theta", rope_theta, rope["rope_theta"])
-    old = rope.pop("type", None)
-    rope["rope_type"] = kind = rope.get("rope_type") or old or "default"
-    _once("rope_type", old, kind)
-    if kind not in ("default", *KINDS):
-        raise ValueError(f"rope_parameters must have a rope_type of default, {', '.join(KINDS)}; got {kind!r}.")
-    if kind == "default" and (unread := rope.keys() - {"rope_type", "rope_theta"}):
+    theta = config.mixer.get("rope_theta")
+    rope = {"rope_type": "default", "rope_theta": 10000.0 if theta is None else theta, **given}
+    if rope["rope_type"] not in ("default", *KINDS):
+        raise ValueError(
+            f"rope_parameters must have a rope_type of default, {', '.join(KINDS)}; got {rope['rope_type']!r}."
+        )
+    if rope["rope_type"] == "default" and (unread := rope.keys() - {"rope_type", "rope_theta"}):
         raise ValueError(
             f"rope_parameters of rope_type default hold a rope_theta, got {min(unread)} = {rope[min(unread)]!r}, which "
             "it does not read; leave it out, or name a rope_type that does."
         )
-    if config.mixer.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
+    if theta not in (None, rope["rope_theta"]):
         raise ValueError(
-            f"rope_theta is given twice, rope_parameters={rope['rope_theta']} and mixer={config.mixer['rope_theta']}; "
-            "leave it out of mixer."
+            f"rope_theta is given twice, rope_parameters={rope['rope_theta']} and mixer={theta}; leave it out of mixer."
         )
     config.mixer["rope_theta"] = rope["rope_theta"]
     config.rope_parameters = rope
-
-
-def _parameters(given: dict) -> dict | None:
-    """rope_parameters by either name."""
-    old, new = given.get("rope_scaling"), given.get("rope_parameters")
-    if old and new:
-        _once("rope_parameters, once called rope_scaling,", old, new)
-    return old or new
-
-
-def _once(name: str, first, second) -> None:
-    if first is not None and first != second:
-        raise ValueError(f"{name} is given twice, {first!r} and {second!r}; leave one out.")
-
-
-def override(saved: dict, given: dict) -> dict:
-    """The dict of a saved config, with the angles that `given`, which loses them, has in their place.
-
-    Angles without a rope_theta keep the saved one, and a rope_theta alone the saved scaling.
-    """
-    asked = {name: given.pop(name) for name in NAMES if name in given}
-    if not asked:
-        return saved
-    mixer, before = dict(saved.get("mixer") or {}), saved.get("rope_parameters")
-    rope = (_parameters(asked) if asked.keys() & {"rope_scaling", "rope_parameters"} else before) or {}
-    thetas = (asked.get("rope_theta"), rope.get("rope_theta"), mixer.pop("rope_theta", None))
-    theta = next((theta for theta in thetas if theta is not None), None)
-    return saved | {"rope_parameters": rope if theta is None else {**rope, "rope_theta": theta}, "mixer": mixer}
 
 
 def check_turns(config: PreTrainedConfig, mixers: list[FreeEnergyMixerConfig]) -> None:

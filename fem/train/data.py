@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fem.models.loss import IGNORED
 from fem.provenance import first_line, note, read_json, write_json
-from fem.train.checkpoints import publish
+from fem.train.checkpoints import publish, readable
 from fem.train.recipe import TrainRecipe
 from fem.train.signals import Paused
 from fem.train.tokenizer import train_tokenizer
@@ -192,14 +192,10 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
             raise OSError(f"the tokenizer could not be written to {str(output)!r}: {error}.") from error
         publish(staging, folder)
     name = str(folder) if recipe.tokenizer is None else recipe.tokenizer
-    try:
+    with readable(f"tokenizer {name!r}"):
         if not os.path.isdir(name):
             way_to_the_hub()
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(f"tokenizer {name!r} brings code of its own: fem runs none.") from None
-        raise ValueError(f"tokenizer {name!r} cannot be read: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer must have an end-of-text token to separate documents, got {name!r} without one.")
     if not tokenizer.is_fast:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
-
-from fem.checks import finite_number, positive_int
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from transformers.generation import BaseStreamer
 
 NEW_TOKENS = 200
-LEAST_TEMPERATURE = 1e-6  # logits divided by less may overflow
 
 
 def continue_prompt(
@@ -30,23 +26,11 @@ def continue_prompt(
     document, after which a model of `fem train` has not learnt to predict.
 
     temperature: 0 takes the likeliest token. max_new_tokens: None is 200, or as many as fit into the context.
-    Raises ValueError where they do not fit into the context, a temperature between 0 and 1e-6, a top_k below 1,
-    a prompt that is not UTF-8, and an empty one where the tokenizer has no token that begins a document.
+    Raises ValueError where they do not fit into the context, where an empty prompt meets a tokenizer without a token
+    that begins a document, and on numbers that transformers refuses.
     """
     import torch
 
-    finite_number("temperature", temperature, 0.0, math.inf)
-    if 0 < temperature < LEAST_TEMPERATURE:
-        raise ValueError(f"temperature must be 0 or {LEAST_TEMPERATURE:g} or more, got {temperature!r}.")
-    positive_int("top_k", top_k)
-    if max_new_tokens is not None:
-        positive_int("max_new_tokens", max_new_tokens)
-    if not (isinstance(seed, int) and 0 <= seed < 2**63):
-        raise ValueError(f"seed must be an integer from 0 to 2^63 - 1, got {seed!r}.")
-    if not isinstance(prompt, str):
-        raise TypeError(f"prompt must be text, got a {type(prompt).__name__}.")
-    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-        raise ValueError(f"prompt must be UTF-8, got {prompt!r}.")
     begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     ids = tokenizer(prompt)["input_ids"] or [begin]
     if ids == [None]:
@@ -61,7 +45,9 @@ def continue_prompt(
             f"max_new_tokens must be at most the {room} that a context of {context} leaves a prompt of "
             f"{len(ids)} tokens, got {new}; shorten the prompt."
         )
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
+    sampling = (
+        {"do_sample": True, "temperature": float(temperature), "top_k": top_k} if temperature else {"do_sample": False}
+    )
     prompt_ids = torch.tensor([ids], device=model.device)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

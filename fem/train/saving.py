@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -13,8 +12,7 @@ from transformers import PrinterCallback, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from fem.optim import decayed_names
-from fem.provenance import first_line
-from fem.train.checkpoints import KEPT, checkpoints, newest, not_finite, publish
+from fem.train.checkpoints import KEPT, checkpoints, newest, not_finite, publish, readable
 
 
 class NotFinite(ValueError):
@@ -43,7 +41,7 @@ class SavingTrainer(Trainer):
         if checkpoint is None:
             self.train()
             return self.state.log_history
-        with readable(checkpoint):
+        with _readable(checkpoint):
             state = TrainerState.load_from_json(checkpoint / TRAINER_STATE_NAME)
         if state.global_step < self.args.max_steps:
             self.train(resume_from_checkpoint=str(checkpoint))
@@ -53,15 +51,15 @@ class SavingTrainer(Trainer):
         return self.state.log_history
 
     def _load_from_checkpoint(self, checkpoint: str, model: nn.Module | None = None) -> None:
-        with readable(Path(checkpoint)):
+        with _readable(checkpoint):
             super()._load_from_checkpoint(checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with readable(Path(checkpoint or "")):
+        with _readable(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with readable(Path(checkpoint or "")):
+        with _readable(checkpoint):
             super()._load_rng_state(checkpoint)
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
@@ -86,14 +84,8 @@ class SavingTrainer(Trainer):
             raise OSError(told) from error
 
 
-@contextmanager
-def readable(checkpoint: Path) -> Iterator[None]:
-    """Raises ValueError, in one sentence, where a file of the checkpoint cannot be read, whatever a library raises."""
-    try:
-        yield
-    except Exception as error:
-        told = f"{str(checkpoint)!r} is damaged ({first_line(error)}); remove it to go on from the one before it."
-        raise ValueError(told) from error
+def _readable(checkpoint: str | Path | None) -> AbstractContextManager[None]:
+    return readable(repr(str(checkpoint)), "remove it to go on from the one before it")
 
 
 def kept(output: Path) -> str:

@@ -93,10 +93,7 @@ def test_frequencies_are_copied_to_a_device_once(inference, monkeypatch):
     assert not any("frequencies" in name for name in model.state_dict())
 
 
-def test_older_names_mean_the_same():
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
-    old = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 500.0}
-    assert small_config(**old).mixer_configs() == small_config(rope_parameters=rope).mixer_configs()
+def test_an_unscaled_theta_is_the_mixers():
     base = small_config(rope_parameters={"rope_theta": 500.0})
     assert base.mixer_configs() == small_config(mixer={"rope_theta": 500.0}).mixer_configs()
     assert FEMConfig.from_dict(base.to_dict()).mixer_configs() == base.mixer_configs()
@@ -104,10 +101,17 @@ def test_older_names_mean_the_same():
 
 YARN = SCALED["yarn"]
 OVERRIDES = [
-    ({"rope_theta": 500.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 70.0}}, {"rope_theta": 70.0}),
-    ({"rope_theta": 500.0}, {"rope_parameters": YARN}, {"rope_parameters": YARN | {"rope_theta": 500.0}}),
-    ({"mixer": {"rope_theta": 500.0}}, {"rope_scaling": YARN}, {"rope_parameters": YARN | {"rope_theta": 500.0}}),
-    ({"rope_parameters": YARN}, {"rope_theta": 70.0}, {"rope_parameters": YARN | {"rope_theta": 70.0}}),
+    (
+        {"rope_parameters": {"rope_theta": 500.0}},
+        {"rope_parameters": {"rope_theta": 70.0}},
+        {"mixer": {"rope_theta": 70.0}},
+    ),
+    ({"mixer": {"rope_theta": 500.0}}, {"rope_parameters": YARN}, {"rope_parameters": YARN | {"rope_theta": 500.0}}),
+    (
+        {"rope_parameters": YARN},
+        {"rope_parameters": YARN | {"rope_theta": 70.0}},
+        {"rope_parameters": YARN | {"rope_theta": 70.0}},
+    ),
     ({"rope_parameters": YARN}, {"rope_parameters": None}, {}),
     ({}, {"rope_parameters": YARN}, {"rope_parameters": YARN}),
 ]
