@@ -89,15 +89,11 @@ def test_a_mixer_that_is_not_normalised_is_trained_so():
     assert [mixer_name(row, "mamba") for row in rows] == [canonical(name) for name in names.split(",")]
     assert remark("full-norm/r8") == "the Free Energy Mixer, unnormalised, gates of rank 8"
     assert replace(recipe, rows=" ".join(rows)).row_names() == rows
-    with pytest.raises(ValueError, match="softmax prior is normalised by definition"):
-        replace(TINY, rows="full-norm")
 
 
 def test_a_kept_swiglu_is_as_wide_as_attention_s():
     recipe = replace(TINY.language(0.001, 0), mlp="kept")
     assert model_config(recipe, row_fields("full", "softmax"), 270).intermediate_size == TINY.mlp_width
-    with pytest.raises(ValueError, match="mlp must be one of narrowed, kept; got 'wide'"):
-        replace(TINY, mlp="wide")
 
 
 def test_rows_start_from_the_same_embeddings():
@@ -243,21 +239,3 @@ def test_rows_are_called_by_the_paper_s_names_or_by_the_mixers():
     rows = "attention, FEM,attention+LTG/r8,softmax+L"
     assert ablate.AblateRecipe(rows=rows).row_names() == ["-C,G,T,L", "full", "-C/r8", "-C,G,T"]
     assert ablate.AblateRecipe(rows="GLA,FEM-GLA", prior="gla").row_names() == ["-C,G,T,L", "full"]
-
-
-@pytest.mark.parametrize(
-    "changes, sentence",
-    [
-        ({"rows": "attention,GLA"}, "mixers must be from softmax\\+CLTG, .*got 'GLA'; see --prior"),
-        ({"rows": "full +X"}, "mixers must be rows from full; -G; .*got '\\+X'"),
-        ({"rows": ""}, "must name at least one"),
-        ({"prior": "nothing"}, "prior must be one of softmax, .*; got 'nothing'"),
-        ({"learning_rates": "fast"}, "learning_rates must be numbers"),
-        ({"seeds": 0}, "seeds must be positive"),
-        ({"threads": 0}, "threads must be positive"),
-        ({"context": 0}, "context must be positive"),
-    ],
-)
-def test_mistakes_are_one_sentence(changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        replace(TINY, **changes)

@@ -77,23 +77,6 @@ def argmax_continuation(model, ids, count):
     return ids
 
 
-@pytest.mark.parametrize(
-    "given, sentence",
-    [
-        ({"tasks": "piqa"}, "model must be given"),
-        ({"model": "m"}, "tasks must be given"),
-        ({"model": "m", "suite": "other"}, "suite must be one of paper"),
-        ({"model": "m", "tasks": "a", "include_path": "/no/where"}, "include_path must be a folder"),
-        ({"model": "m", "tasks": "a", "include_path": "/"}, "include_path needs --allow-code: .* may run code"),
-        ({"model": "m", "tasks": "a", "limit": 0}, "limit must be positive"),
-        ({"model": "m", "tasks": "a", "beside": "9B"}, "beside must be a row of Table 2"),
-    ],
-)
-def test_a_recipe_that_scores_nothing_is_one_sentence(given, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        evaluation.EvalRecipe(**given)
-
-
 def test_the_suite_has_the_papers_columns_beside_the_papers_row():
     recipe = evaluation.EvalRecipe(model="m", suite="paper", tasks="own")
     scores = {"piqa": {"acc": 0.7, "acc_stderr": 0.01, "acc_norm": 0.8}, "own": {"acc": 0.5, "acc_stderr": 0.2}}

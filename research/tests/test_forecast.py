@@ -244,30 +244,6 @@ def test_a_run_that_diverges_says_so(monkeypatch, csv, tmp_path):
 # The command and its report
 
 
-@pytest.mark.parametrize(
-    "arguments, sentence",
-    [
-        ([], "data must name at least one CSV file, got none; give --data PATH."),
-        (["--data", "nowhere.csv"], "data must be a CSV file (.csv or .csv.gz), got no such file: 'nowhere.csv'."),
-        (["--horizon", "soon"], "horizon must be a positive number, or several with commas, got 'soon'."),
-        (["--mixers", "transformer"], "mixer must be a prior"),
-        (["--mixers", "attention/conv"], "mixers must have no short convolution (/conv) here, got"),
-        (
-            ["--baseline-lookback", "0"],
-            "--baseline-lookback must be a positive number, or several",
-        ),
-        (["--dtype", "float16"], "dtype must be one of float32, bfloat16; got 'float16'."),
-        (["--profile", "phone"], "profile must be one of laptop, paper; got 'phone'."),
-        (["--epochs", "0"], "--epochs must be positive, got 0."),
-    ],
-)
-def test_a_mistake_is_one_sentence(monkeypatch, tmp_path, capsys, arguments, sentence):
-    monkeypatch.chdir(tmp_path)
-    assert command(monkeypatch, *arguments) == 2
-    assert sentence in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_lookback_that_holds_no_past_segment_is_refused(monkeypatch, csv, capsys):
     assert command(monkeypatch, "--data", csv, "--lookback", 5, "--horizon", 5, "--output", csv.parent / "out") == 2
     assert "lookback must be longer than the horizon 5, got 5." in capsys.readouterr().err

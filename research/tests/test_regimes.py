@@ -2,9 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -340,41 +338,6 @@ def _watched(draw, seen, *arguments):
     example = draw(*arguments[-3:]) if len(arguments) > 2 else draw(*arguments)
     seen.append(example[0])
     return example
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"tasks": "peaks"}, "tasks must be from .*got 'peaks'"),
-        ({"tasks": "ett-events"}, "give --ett"),
-        ({"tasks": "speakers"}, "give --play"),
-        ({"tasks": "flights"}, "give --flights"),
-        ({"tasks": "peak", "ett": Path("ETTm1.csv")}, "--ett is data that none of the tasks reads"),
-        ({"mixers": "softmax+X"}, "mixer must be"),
-        ({"mixers": "pool:max"}, "need --tasks bags"),
-        ({"learning_rates": "fast"}, "learning_rates must be numbers"),
-        ({"seeds": 0}, "seeds must be positive"),
-        ({"seed": -1}, "seed must not be negative, got -1"),
-        ({"initialisation": "best"}, "initialisation must be"),
-    ],
-)
-def test_mistakes_are_one_sentence(changes, words):
-    with pytest.raises(ValueError, match=words):
-        replace(RegimesRecipe(), **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"heads": 5}, ValueError, "n_head must divide n_embd"),
-        ({"mlp_width": 1, "mixers": "FEM"}, ValueError, "an MLP 1 wide has too few"),
-        ({"tasks": "speakers", "play": Path("nowhere.txt")}, FileNotFoundError, "nowhere.txt"),
-    ],
-)
-def test_what_no_training_can_do_is_refused_before_anything_is_written(tmp_path, changes, error, words):
-    with pytest.raises(error, match=words):
-        run(RegimesRecipe(**{"tasks": "peak", "mixers": "attention"} | changes), tmp_path / "regimes", workers=1)
-    assert not list(tmp_path.iterdir())
 
 
 def test_other_bytes_in_a_file_are_another_training(tmp_path):

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import sys
 import zipfile
 from dataclasses import replace
 from itertools import cycle, pairwise
@@ -26,7 +25,7 @@ from rich.progress import Progress
 from trainings import interrupted, same
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
-from fem import PRIORS, cli
+from fem import PRIORS
 from fem.models import FEMForImageClassification, FEMImageConfig
 from fem_research.vision import experiment, images, training, views
 from fem_research.vision.experiment import VisionRecipe, run
@@ -641,33 +640,6 @@ def test_table_3_has_the_papers_figures_and_ours_where_we_ran():
 def test_every_profile_is_a_model(profile):
     for job in VisionRecipe(**PROFILES[profile]).jobs():
         assert training.model_config(job, ["a", "b"]).num_tokens > 16
-
-
-@pytest.mark.parametrize(
-    "arguments, sentence",
-    [
-        (["--patch-size", "3"], "--patch-size must divide --image-size = 8, got 3."),
-        (["--mixers", "hyena"], "mixer must be a prior"),
-        (["--channels", "2"], "--channels must be 1 (grey) or 3 (RGB), got 2."),
-        (["--profile", "imagenet"], "profile must be one of digits, cifar, deit-tiny, deit-small; got 'imagenet'."),
-        (["--epochs", "0"], "--epochs must be positive, got 0."),
-        (["--mixup", "0.8"], "--mixup and cutmix need --recipe = deit, got 0.8 and 0.0 in plain."),
-        (["--recipe", "deit"], "--recipe deit needs --channels = 3 and an even --batch-size, got 1 and 64."),
-        (["--stream"], "--stream needs a dataset of the hub (OWNER/NAME), got --data = 'digits'."),
-        (["--min-area", "0"], "--min-area must lie in (0, 1], got 0.0."),
-        (["--data", "."], "--data must hold pictures"),
-    ],
-)
-def test_a_mistake_is_one_sentence_before_anything_runs(tmp_path, monkeypatch, capsys, arguments, sentence):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fem", "vision", *arguments])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith(f"error: {sentence}")
-    assert shown.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 CIFAR = Path(os.environ.get("FEM_DATA", Path(__file__).parents[3] / "shared" / "data")) / "images"

@@ -9,7 +9,8 @@ import torch
 
 from fem.theory import free_energy, hidden_temperature, kl_gap, posterior, posterior_mean
 
-PAGE = (Path(__file__).parents[2] / "docs" / "equations.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "equations.md").read_text()
 
 
 def tables():
@@ -19,13 +20,18 @@ def tables():
         yield [rows[0], *rows[2:]]
 
 
-def test_every_statement_names_its_test():
+def test_every_statement_names_its_test_and_the_test_is_there():
     stated = [table for table in tables() if table[0][-1] in ("test", "tests")]
     assert sum(len(table) - 1 for table in stated) > 40
     for header, *rows in stated:
         for row in rows:
             assert len(row) == len(header), row
             assert re.search(r"`T::\w+`|`tests/[\w/]*test_\w+\.py`|the same", row[-1]), row
+    theory = (ROOT / "tests" / "theory" / "test_theory.py").read_text()
+    for name in set(re.findall(r"T::(\w+)", PAGE)) - {"name"}:
+        assert f"def test_{name}(" in theory, name
+    for path in re.findall(r"`(tests/[\w/]+\.py)`", PAGE):
+        assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("row", next(tables())[1:], ids=lambda row: f"beta = {row[0]}")

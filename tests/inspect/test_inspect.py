@@ -77,9 +77,7 @@ def test_gap_and_read_follow_from_prior_and_posterior(family):
         lam = found.lambda_[h, j, t]
         assert sum(p) == pytest.approx(1, abs=1e-9)
         divergence = sum(p[i] * math.log(p[i] / q[i]) for i in range(time) if p[i] > 0)
-        if family.startswith(
-            "mamba_interactive"
-        ):  # it selects pairs of token and channel; over tokens alone less is seen
+        if family == "mamba_interactive":  # it selects pairs of token and channel; over tokens alone less is seen
             assert found.gap[h, j, t] > divergence - 1e-9
         else:
             assert found.gap[h, j, t] == pytest.approx(divergence, abs=1e-7)
@@ -90,30 +88,24 @@ def test_gap_and_read_follow_from_prior_and_posterior(family):
 @pytest.mark.parametrize("share", [0.25, 0.5])
 @pytest.mark.parametrize("family", ["softmax", "gla", "rnn_decay", "mamba"])
 def test_of_split_values_the_channels_that_read_a_free_energy_are_shown(family, share):
-    found = tables(make_layer(**FAMILIES[family] | {"free_share": share, "gate_rank": 2}))
+    layer = make_layer(**FAMILIES[family] | {"free_share": share, "gate_rank": 2})
+    found = tables(layer)
     p, q = np.broadcast_arrays(found.prior, found.posterior)
     divergence = np.where(p > 0, p * np.log(np.where(p > 0, p, 1) / np.where(p > 0, q, 1)), 0).sum(-1)
     assert found.gap.shape == found.beta.shape + found.gap.shape[-1:] == divergence.shape
     np.testing.assert_allclose(found.gap, divergence, atol=1e-7)
     np.testing.assert_array_equal(found.read, found.posterior)
-    layer = make_layer(**FAMILIES[family] | {"free_share": share, "gate_rank": 2})
     gate = layer.inspect(make_tokens(batch=1, time=TIME)).gate[0].permute(1, 2, 0)
     np.testing.assert_array_equal(found.gate, gate[:, -found.gap.shape[1] :])
 
 
-@pytest.mark.parametrize("family", ["softmax", "mamba"])
-def test_effective_tokens_are_the_exponential_of_the_entropy(family):
-    found = tables(make_layer(**FAMILIES[family]))
-    for part, counts in ((found.prior, found.prior_tokens), (found.posterior, found.posterior_tokens)):
-        assert counts.shape == part.shape[:-1]
-        for place in np.ndindex(counts.shape):
-            entropy = -sum(w * math.log(w) for w in part[place] if w > 0)
-            assert counts[place] == pytest.approx(math.exp(entropy), rel=1e-9)
-
-
-def test_effective_tokens_of_even_single_and_empty_rows():
-    rows = np.array([[0.25] * 4, [0, 1, 0, 0], [0] * 4, [0.5, 0, 0, 0.5]])
-    np.testing.assert_allclose(effective_tokens(rows), [4, 1, 0, 2], rtol=1e-12)
+def test_effective_tokens_are_the_exponential_of_the_entropy():
+    rows = np.array([[0.25] * 4, [0, 1, 0, 0], [0] * 4, [0.1, 0.2, 0.7, 0]])
+    entropy = -sum(w * math.log(w) for w in (0.1, 0.2, 0.7))
+    np.testing.assert_allclose(effective_tokens(rows), [4, 1, 0, math.exp(entropy)], rtol=1e-12)
+    found = tables(make_layer(prior_type="mamba"))
+    np.testing.assert_array_equal(found.prior_tokens, effective_tokens(found.prior))
+    np.testing.assert_array_equal(found.posterior_tokens, effective_tokens(found.posterior))
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
@@ -152,19 +144,18 @@ def test_the_most_divided_head_is_the_one_whose_channels_part():
     assert by_division([flat, divided, flat])[0] == (1, 2)
 
 
-def test_a_layer_that_reads_nan_is_refused():
-    layer = make_layer()
-    reading = layer.inspect(make_tokens(batch=1, time=2))
-    broken = type(reading)(**{**vars(reading), "mean": reading.mean * math.nan})
-    with pytest.raises(ValueError, match="layer 3 reads NaN"):
-        layer_tables(3, "softmax", broken)
-
-
-def test_a_layer_that_reads_a_sink_is_refused():
+@pytest.mark.parametrize(
+    "part, change, sentence",
+    [
+        ("mean", lambda x: x * math.nan, "layer 3 reads NaN"),
+        ("prior", lambda x: torch.nn.functional.pad(x, (1, 0)), "layer 3 also reads an attention sink"),
+    ],
+)
+def test_a_layer_that_reads_nan_or_a_sink_is_refused(part, change, sentence):
     reading = make_layer().inspect(make_tokens(batch=1, time=2))
-    behind = type(reading)(**{**vars(reading), "prior": torch.nn.functional.pad(reading.prior, (1, 0))})
-    with pytest.raises(ValueError, match="layer 3 also reads an attention sink"):
-        layer_tables(3, "softmax", behind)
+    changed = type(reading)(**vars(reading) | {part: change(getattr(reading, part))})
+    with pytest.raises(ValueError, match=sentence):
+        layer_tables(3, "softmax", changed)
 
 
 # --- the text

@@ -1,6 +1,5 @@
 """The fused softmax layer in Triton's interpreter against the plain form in float64: `test_fused.py` runs this file."""
 
-import os
 from dataclasses import replace
 
 import fused_on_cpu
@@ -11,7 +10,6 @@ from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as kernels
 
-assert os.environ["TRITON_INTERPRET"] == "1"
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # fresh memory is NaN: what nobody wrote shows
 
@@ -169,7 +167,6 @@ def test_bfloat16_errs_no_more_than_the_form_of_torch_operations(name, spike, mo
     layer, x = layer.bfloat16(), torch.randn(2, 40, 20).bfloat16()
     other = errors(layer, x)
     fused_on_cpu.install(monkeypatch, torch.bfloat16)
-    fused_on_cpu.round_to_nearest(monkeypatch)
     found = errors(layer, x)
     assert all(found[name] < max(1.3 * other[name], 2.5e-2) for name in found), (found, other)
 
@@ -197,25 +194,19 @@ class Nothing:
         return lambda *arguments, **sizes: None
 
 
-def silenced(monkeypatch, module, name, of="grouped heads"):
-    """The largest error under spikes without one kernel."""
-    layer = build(LAYERS[of])
+KERNELS = {  # and a layer that needs it
+    **{name: (doubt, "grouped heads") for name in vars(doubt) if name.startswith("doubtful_")},
+    **dict.fromkeys(("rotate_kernel", "pack_backward_kernel", "mix_backward_kernel"), (kernels, "grouped heads")),
+    **dict.fromkeys(("modulate_kernel", "modulate_backward_kernel"), (kernels, "slim, grouped, conditioner")),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_kernel_is_idle_where_values_spike(name, monkeypatch):
+    """Without it the errors are larger than the tests above allow."""
+    module, layer = KERNELS[name][0], build(LAYERS[KERNELS[name][1]])
     spread(layer, 1.0, 200.0)
     fused_on_cpu.install(monkeypatch)
     monkeypatch.setattr(module, name, Nothing())
-    return torch.tensor(list(errors(layer, torch.randn(2, 19, 20)).values())).max().item()
-
-
-@pytest.mark.parametrize("name", [name for name in vars(doubt) if name.startswith("doubtful_")])
-def test_a_test_notices_where_a_kernel_of_doubt_does_nothing(name, monkeypatch):
-    assert not silenced(monkeypatch, doubt, name) < 5e-5
-
-
-@pytest.mark.parametrize("name", ["rotate_kernel", "pack_backward_kernel", "mix_backward_kernel"])
-def test_a_test_notices_where_another_kernel_does_nothing(name, monkeypatch):
-    assert not silenced(monkeypatch, kernels, name) < 5e-5
-
-
-@pytest.mark.parametrize("name", ["modulate_kernel", "modulate_backward_kernel"])
-def test_a_test_notices_where_the_values_are_not_modulated(name, monkeypatch):
-    assert not silenced(monkeypatch, kernels, name, "slim, grouped, conditioner") < 5e-5
+    found = torch.tensor(list(errors(layer, torch.randn(2, 19, 20)).values()))
+    assert not found.max() < 5e-5  # NaN too

@@ -1,5 +1,6 @@
 """A wrong call gets one sentence that names the argument, what was got and what is wanted: one table of them all."""
 
+import dataclasses
 import traceback
 from pathlib import Path
 
@@ -18,7 +19,6 @@ SIZES = {"n_embd": 64, "n_head": 4}
 X = torch.zeros(2, 6, 64)
 NESTED = torch.nested.nested_tensor([*X], layout=torch.jagged)
 ONES = torch.ones(2, 6, dtype=torch.bool)
-NORMALISED = {"normalize": True, "mamba_normalize": True}
 NO_F = {"use_lse": False, "use_temperature": False}
 NO_GATES = {"use_temperature": False, "use_outer_gate": False}
 LINEAR, GLA, MAMBA = ({"prior_type": name} for name in ("linear", "gla", "mamba"))
@@ -69,13 +69,8 @@ def operator(op, v=None, **fields):
     return mixer(torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(0)))
 
 
-def unsaved(**given):
-    class Forgetful(PRIORS["linear"]):
-        def __init__(self, config):
-            super().__init__(config)
-            self.register_buffer("table", torch.zeros(3), persistent=False)
-
-    return layer(Forgetful(config()))
+def shifted(x):
+    return torch.nn.functional.pad(x, (0, 0, 1, -1))
 
 
 def unsaved_below(**given):
@@ -158,54 +153,24 @@ def hidden(lam=0.5, beta_max=1.0, p=P):
 
 CAUSES = {"causal": False, "conv_bidirectional": True, "conv_hidden": 9}
 BOOL = "must be True or False, got"
-NUMBERS = "value_logexp_cap rope_theta eps fem_ratio p_t_to_fem_ratio beta_max_init lambda_init"
-FIELDS = {
-    "True or False": (
-        "causal use_conv use_lse use_temperature use_outer_gate use_rope bias conv_norm_first",
-        ["no"],
-    ),
-    "a positive integer": ("n_embd n_head ssm_rank fem_dim qk_dim n_kv_head window conv_hidden", [0, 4.0, True]),
-    "a positive integer or None or 0": ("gate_rank", [-1, 0.0, True]),
-    "a finite number": (NUMBERS, [NAN, "x", True]),
-}
 TABLE = [
     # The configuration.
-    *(
-        (config, {name: wrong}, ValueError, f"{name} must be {kind}.*, got {wrong!r}")
-        for kind, (names, values) in FIELDS.items()
-        for name in names.split()
-        for wrong in values
-    ),
-    (config, {"mamba_normalize": "no"}, ValueError, f"mamba_normalize {BOOL} 'no'"),
     (config, {"n_head": 5}, ValueError, "n_head must divide n_embd = 64"),
     (config, {"prior_type": "softmin"}, ValueError, "prior_type must be one of softmax"),
     (config, {"fem_ratoi": 0.5}, TypeError, "no field 'fem_ratoi' .* did you mean 'fem_ratio'"),
     (lambda: FreeEnergyMixerConfig(64, 4), {}, TypeError, "takes its fields by name, .* got 2 without"),
-    (config, {"backend": "cuda"}, ValueError, "backend must be one of .* got 'cuda'"),
     (config, {"backend": "sdpa", "softmax_backend": "naive"}, ValueError, "give one"),
-    (config, {"decay": "token"}, ValueError, "decay must be one of scalar, head, channel"),
-    (config, {"decay": "channel"}, ValueError, "decay needs prior_type='gla', got decay='channel' with 'softmax'"),
     (config, {"ssm_rank": 4}, ValueError, "ssm_rank needs prior_type='mamba' or 'mamba_interactive', got ssm_rank=4"),
     (config, {"fem_dim": 30}, ValueError, "fem_dim must be a multiple of 4, got 30"),
     (config, {"qk_dim": 12}, ValueError, "qk_dim must be a multiple of 8 .*RoPE"),
     (config, {"n_kv_head": 3}, ValueError, "n_kv_head must divide n_head = 4, got 3"),
-    (config, LINEAR | {"n_kv_head": 2}, ValueError, "n_kv_head needs prior_type='softmax'"),
     (config, {"normalize": False}, ValueError, "normalize=False is for scan priors"),
-    (config, {"normalize": 0}, ValueError, "normalize must be True, False or None, got 0"),
     (config, {"conv_bidirectional": True}, ValueError, "needs causal=False"),
     (config, CAUSES, ValueError, "must be even, got 9"),
     (config, {"dropout": 1.0}, ValueError, r"dropout must lie in \[0, 1\), got 1.0"),
-    (config, {"dropout": NAN}, ValueError, r"dropout must lie in \[0, 1\), got nan"),
-    (config, {"dropout": "0.1"}, ValueError, r"dropout must lie in \[0, 1\), got '0.1'"),
-    (config, {"value_logexp_cap": -1.0}, ValueError, "value_logexp_cap must be positive, got -1.0"),
-    (config, {"value_logexp_cap": 1, "use_lse": False, "use_temperature": False}, ValueError, "needs use_lse=True"),
-    (config, {"rope_theta": 0}, ValueError, "rope_theta must be positive, got 0"),
     (config, {"eps": 1e-60}, ValueError, "eps must be positive, got 1e-60"),
-    (config, {"rope_frequencies": 8}, ValueError, "rope_frequencies must be a list of numbers, got 8"),
-    (config, {"rope_frequencies": ["1"] * 8}, ValueError, "each of rope_frequencies must be a finite number, got '1'"),
     (config, {"rope_frequencies": [NAN] * 8}, ValueError, "each of rope_frequencies must be a finite number, got nan"),
     (config, {"rope_frequencies": [1.0] * 7}, ValueError, "one number for each of the 8 planes of a head, got 7"),
-    (config, {"fem_ratio": 0}, ValueError, "fem_ratio must be positive, got 0"),
     (config, {"beta_max_init": -104}, ValueError, r"beta_max_init must be in \[-87, 1e\+30\], got -104"),
     # Fields that nothing would read.
     (config, MAMBA | {"qk_dim": 16}, ValueError, "qk_dim needs a prior with queries and keys, got qk_dim=16 without"),
@@ -216,9 +181,6 @@ TABLE = [
     (config, {"use_temperature": False, "use_outer_gate": False, "gate_rank": 4}, ValueError, "gate_rank needs a gate"),
     (config, {"free_share": 0.5, "use_outer_gate": False, "gate_rank": 4}, ValueError, "gate_rank needs a gate"),
     (matched, {"fem_dim": 32}, ValueError, "^matched solves the widths; leave out fem_dim"),
-    (paper, {"fem_dim": 32}, ValueError, "^paper solves the widths; leave out fem_dim"),
-    (FreeEnergyMixerConfig.slim, SIZES | NO_GATES | {"gate_rank": 4}, ValueError, "gate_rank needs a gate"),
-    (FreeEnergyMixerConfig.split, SIZES | NO_GATES | {"gate_rank": 4}, ValueError, "gate_rank needs a gate"),
     *(
         (config, {"keep_lambda": True} | fields, ValueError, "^keep_lambda=True needs use_lse=True, .* no free_share")
         for fields in ({}, NO_F, {"use_temperature": False, "free_share": 0.5})
@@ -226,49 +188,27 @@ TABLE = [
     (config, {"free_share": 0.05}, ValueError, r"free_share must give each head a whole channel of its 8, got 0\.05"),
     (config, NO_F | {"free_share": 0.5}, ValueError, "free_share needs use_lse=True"),
     (config, {"free_share": 0.5, "prior_type": "mamba_interactive"}, ValueError, "reads all channels of a head togeth"),
-    (matched, {"widow": 3}, TypeError, "did you mean 'window'"),
     # Building a layer.
     (FreeEnergyMixer, {"config": SIZES}, TypeError, "config must be a FreeEnergyMixerConfig, .* got a dict"),
     (layer, {"prior": PRIORS["gla"]}, TypeError, "prior must be a Prior that was built, .* the class GatedLinearPrior"),
-    (unsaved, {}, ValueError, "buffer 'table' of a prior must be persistent, got persistent=False"),
     (unsaved_below, {}, ValueError, r"buffer 'part\.table' of a prior must be persistent"),
+    (lambda: layer(PRIORS["softmax"](config(window=2))), {}, ValueError, "prior must be built .*got window=2"),
     (OperatorPrior, {"op": "cumsum"}, TypeError, "op must be a function or module .* got 'cumsum'"),
-    *(
-        (operator, {"op": lambda x, to=to: x.cumsum(1).to(to)}, TypeError, f"op must return .* torch.float32, got {to}")
-        for to in (torch.float64, torch.float16, torch.long)
-    ),
-    *(
-        (lambda has=has: layer(PRIORS["softmax"](config(**has))), {}, ValueError, f"prior must be built .*got {name}=")
-        for has in ({"causal": False}, {"window": 2}, {"use_conv": False})
-        for name in has
-    ),
+    (operator, {"op": lambda x: x.cumsum(1).double()}, TypeError, "op must return .*32, got torch.float64"),
+    (operator, {"op": lambda x: 2 * x - shifted(x)}, ValueError, "op must be non-negative, got a negative weight"),
     (operator, {"op": torch.cumsum, "causal": False}, ValueError, "leave out causal, got causal=False"),
-    (operator, {"op": torch.cumsum, "normalize": False} | GLA, ValueError, "leave out normalize, got"),
-    (operator, {"op": torch.cumsum, "n_kv_head": 2}, ValueError, "leave out n_kv_head, got n_kv_head=2"),
-    (operator, {"op": torch.cumsum, "window": 2}, ValueError, "leave out window, got window=2"),
     (operator, {"op": lambda x: -x.cumsum(1)}, ValueError, "op must be non-negative, got a negative weight"),
-    (
-        operator,
-        {"op": lambda x: 2 * x - torch.nn.functional.pad(x, (0, 0, 1, -1))},
-        ValueError,
-        "op must be non-negative, got a negative weight",
-    ),
     (operator, {"op": lambda x: x[:, 1:]}, ValueError, r"op must map \(B, T, C\) to the same shape, got \(1, 5, 32\)"),
-    (operator, {"op": lambda x: (x, x)}, ValueError, "op must map .* to the same shape, got a tuple"),
     (operator, {"op": lambda x: x.cumsum(1), "v": 1e3}, ValueError, "v spreads too far for an operator prior"),
     (lambda: layer(OperatorPrior(torch.cumsum))(X, return_state=True), {}, ValueError, "keeps no state"),
     # Calling a layer.
     (call, {"return_state": 1}, TypeError, "return_state must be True or False, got 1"),
     (call, {"key_padding_mask": ~ONES}, TypeError, "no argument 'key_padding_mask'; use attention_mask"),
-    (call, {"attn_mask": ONES}, TypeError, "no argument 'attn_mask'; use attention_mask"),
     (call, {"attention_mask": ONES.to_sparse()}, TypeError, "attention_mask must be a dense tensor"),
     (lambda: state_of().reorder([0, 1]), {}, TypeError, "index must be a tensor of row numbers, .* got a list"),
-    (lambda: state_of().reorder(torch.ones(2)), {}, TypeError, "index must be a tensor of row numbers, .* got dtype"),
     (lambda: state_of().reorder(torch.tensor([2])), {}, ValueError, "index must name rows from 0 to 1, got"),
     (lambda: state_of().reorder(torch.tensor([[0]])), {}, ValueError, r"index must have shape \(rows,\), got \(1, 1\)"),
     (FreeEnergyMixer, {"config": config(), "n_embd": 64}, TypeError, "give config or fields by name, not both"),
-    (FreeEnergyPooling, {"n_embd": -16, "n_head": 2}, ValueError, "n_embd must be a positive integer, got -16"),
-    (call, {"x": torch.zeros(2, 6, 32)}, ValueError, r"x must have shape .*n_embd = 64.*got \(2, 6, 32\)"),
     (call, {"x": torch.zeros(2, 6, 64).long()}, TypeError, "x must be a floating-point tensor .* got dtype"),
     (call, {"x": X.to_sparse()}, TypeError, "x must be a dense tensor, got layout torch.sparse_coo; pad"),
     (call, {"x": NESTED}, TypeError, "x must be a dense tensor, got a nested tensor; pad"),
@@ -285,34 +225,20 @@ TABLE = [
     (call, {"fields": {"causal": False}, "state": state_of()}, ValueError, "causal=False"),
     (inspect, {"x": X[:, :0]}, ValueError, "inspect needs at least one row and one token"),
     # States.
-    *(
-        (lambda to=to: state_of().to(to), {}, TypeError, "target must be a device or a dtype of torch")
-        for to in (float, 1.0, None)
-    ),
+    (lambda: state_of().to(None), {}, TypeError, "target must be a device or a dtype of torch"),
     (lambda: state_of().to(torch.int64), {}, TypeError, r"to a floating dtype, got torch\.int64"),
     (packed, {}, ValueError, r"holds exp\(beta v\), which has no range in float16"),
     (continued, {"n_head": 2}, ValueError, "state belongs to another layer: it has n_head=2"),
-    (continued, GLA, ValueError, "state belongs to another layer: it has prior=gla"),
     (continued, {"rows": 3}, ValueError, "another batch size: it has 3, this call has 2"),
     (continued, {"dtype": torch.float64}, ValueError, r"another input dtype: it has torch\.float64"),
     (lambda: call(state=state_of().to("meta")), {}, ValueError, "another device: it has meta, this call has cpu"),
     # A memory or a set.
     (cross, {"window": 3}, TypeError, "got window"),
-    (cross, {"prior_type": "gla"}, TypeError, "got prior_type"),
     (cross, {"memory_dim": "8"}, ValueError, "memory_dim must be a positive integer, got"),
     (pool, {"queries": 0}, ValueError, "queries must be a positive integer, got 0"),
-    (pool, {"queries": 1.5}, ValueError, "queries must be a positive integer, got 1.5"),
-    (crossed, {"x": None}, TypeError, "x must be a floating-point .* got a NoneType"),
     (crossed, {"memory": X.long()}, TypeError, r"memory must be a .* got dtype torch\.int64"),
-    (crossed, {"memory": X.half()}, TypeError, "memory must have the layer's dtype"),
-    (crossed, {"memory": X.to("meta")}, ValueError, "memory must be on the layer's device"),
     (crossed, {"memory_mask": ONES.float()}, TypeError, "memory_mask must be"),
-    (crossed, {"memory_mask": ONES[:, 1:]}, ValueError, "memory_mask must have shape"),
     (crossed, {"memory": torch.zeros(3, 3, 64)}, ValueError, "one batch size, got 2 and 3"),
-    (pooled, {"x": X.tolist()}, TypeError, "x must be a floating-point tensor .* got a list"),
-    (pooled, {"x": X.double()}, TypeError, "x must have the layer's dtype"),
-    (pooled, {"x": X[0]}, ValueError, "x must have shape"),
-    (pooled, {"x": torch.zeros(2, 3, 65)}, ValueError, "x must have shape"),
     (pooled, {"attention_mask": ONES.float()}, TypeError, "attention_mask must be"),
     # The softmax read.
     (read, {"beta": some(NAN, 2, 3)}, ValueError, "beta must be positive, finite and not NaN, got nan"),
@@ -326,10 +252,8 @@ TABLE = [
     (read, {"k": normal(1, 5, 2, 4).to("meta")}, ValueError, "k must be on the device of q"),
     (read, {"q": normal(1, 5, 2, 0), "k": normal(1, 5, 2, 0)}, ValueError, "at least one head and one channel"),
     (read, {"scale": NAN}, ValueError, "scale must be a finite number, got nan"),
-    (read, {"scale": 0.0}, ValueError, r"scale must be positive, got 0\.0"),
     (read, {"window": 0}, ValueError, "window must be a positive integer or None"),
     (read, {"causal": "no"}, TypeError, f"causal {BOOL} 'no'"),
-    (read, {"key_mask": torch.ones(1, 5)}, TypeError, "key_mask must be bool or integers"),
     (read, {"key_mask": torch.ones(1, 4).bool()}, ValueError, "key_mask must have shape"),
     (read, {"bias": torch.ones(1, 2, 5, 5).bool()}, TypeError, "bias must be floating point"),
     (read, {"bias": torch.zeros(1, 3, 5, 5)}, ValueError, "bias must broadcast"),
@@ -337,23 +261,19 @@ TABLE = [
     (read, {"backend": "magic"}, ValueError, "backend must be one of"),
     # The scans.
     (keyed, {"q": -torch.ones(1, 5, 2, 4)}, ValueError, "q must be finite and non-negative .* got -1"),
-    (keyed, {"k": some(INF, 1, 5, 2, 4)}, ValueError, "k must be finite and non-negative .* got inf"),
     (keyed, {"q": torch.ones(1, 5, 4, 4)}, ValueError, "q and k must have one shape"),
     (keyed, {"log_decay": torch.ones(1, 5, 2)}, ValueError, r"log_decay must be zero or negative .* got 1\.0"),
     (keyed, {"log_decay": torch.zeros(1, 4, 2)}, ValueError, "log_decay must have shape"),
-    (keyed, {"normalize": "no"}, TypeError, f"normalize {BOOL} 'no'"),
     (keyed, {"return_state": 1}, TypeError, f"return_state {BOOL} 1"),
     (keyed, {"causal": False, "return_state": True}, ValueError, "causal=False reads the future"),
     (keyed, {"initial_state": {}}, TypeError, "initial_state must be the state that a scan returned, got a dict"),
     (keyed, {"initial_state": scan_state(channel)}, ValueError, "initial_state must hold"),
     (keyed, {"initial_state": scan_state(beta=None)}, ValueError, "given both times or neither"),
     (keyed, {"backend": "sdpa"}, ValueError, "a scan has no such form"),
-    (keyed, {"v": normal(1, 0, 2, 3)}, ValueError, "k and v must agree in batch, time and heads"),
     (channel, {"log_weight": some(NAN, 1, 5, 2, 3)}, ValueError, "log_weight must be below infinity .* got nan"),
     (channel, {"log_weight": normal(1, 5, 2)}, ValueError, "log_weight must have the shape of v"),
     (channel, {"v": normal(5, 2, 3)}, ValueError, "v must have shape"),
     (channel, {"v": normal(1, 5, 2, 0)}, ValueError, "heads and d_v at least 1"),
-    (channel, {"beta": torch.ones(1, 3)}, ValueError, "beta must have one entry per value channel"),
     (channel, {"initial_state": scan_state(channel, log_weight=WIDE, v=WIDE)}, ValueError, "belongs to a batch of 2"),
     (channel, {"backend": "reference", "return_state": True}, ValueError, "keeps no state"),
     (ssm, {"A": torch.ones(2, 3, 4)}, ValueError, "A must be finite, and zero or negative"),
@@ -368,12 +288,6 @@ TABLE = [
     (free, {"p": torch.tensor([1, 0, 0])}, TypeError, "p must be floating point"),
     (free, {"v": torch.ones(4)}, ValueError, "p and v must broadcast"),
     (free, {"beta": -1.0}, ValueError, "beta must be >= 0"),
-    *(
-        (lambda read=read: read(P, V, -0.1), {}, ValueError, "beta must be >= 0")
-        for read in (theory.posterior, theory.kl_gap, theory.posterior_mean)
-    ),
-    (lambda: theory.effective_weights(P, V, -0.1, 1.0), {}, ValueError, "lam must lie in"),
-    (lambda: theory.effective_weights(P, V, 0.5, NAN), {}, ValueError, "beta_max must be >= 0"),
     (free, {"p": P.expand(2, 3), "beta": torch.ones(3)}, ValueError, "beta must broadcast"),
     (hidden, {"lam": 1.5}, ValueError, r"lam must lie in \[0, 1\]"),
     (hidden, {"beta_max": -0.5}, ValueError, "beta_max must be >= 0"),
@@ -385,37 +299,25 @@ TABLE = [
     (lambda: fem.parameter_groups(layer(), NAN), {}, ValueError, "weight_decay must be finite .* got nan"),
     (lambda: fem.parameter_groups(layer(), True), {}, TypeError, "weight_decay must be a number, got True"),
     (lambda: fem.parameter_groups(None, 0.1), {}, TypeError, "model must be a torch.nn.Module, got a NoneType"),
-    # A second list, over the whole surface: fields that nothing would read.
     (config, {"use_temperature": False, "lambda_init": -3.0}, ValueError, "lambda_init needs use_temperature=True"),
-    (config, NORMALISED | {"use_conv": False, "conv_hidden": 64}, ValueError, "conv_hidden needs use_conv=True"),
     (config, {"free_share": 0.5, "lambda_init": -3.0}, ValueError, "lambda_init needs .* without free_share"),
     (config, {"rope_theta": 5.0, "rope_frequencies": (1.0,) * 8}, ValueError, "rope_theta needs .* without rope_"),
     (config, {"use_temperature": False, "beta_max_init": 2.5}, ValueError, "beta_max_init needs use_temperature=True"),
     (config, {"qk_dim": 64, "p_t_to_fem_ratio": 2.0}, ValueError, "p_t_to_fem_ratio needs qk_dim=None"),
-    (config, MAMBA | {"rope_theta": 500.0}, ValueError, "rope_theta needs prior_type='softmax' or 'linear' or 'gla'"),
-    # Places, names and shapes that other libraries know.
     (FreeEnergyMixer, SIZES | {"dtype": torch.int64}, TypeError, "dtype must be a floating dtype of torch, .* got"),
     (PRIORS["softmax"], {"config": None}, TypeError, "config must be a FreeEnergyMixerConfig, got a NoneType"),
     (PRIORS["gla"], {"config": config()}, ValueError, "config must have prior_type='gla' .* got 'softmax'"),
-    (call, {"cu_seqlens": ONES}, TypeError, "no argument 'cu_seqlens'; use segment_ids, the number of each token's"),
-    (call, {"attn_bias": X}, TypeError, "no argument 'attn_bias'; use fem.functional.softmax_read"),
-    (call, {"memory": X}, TypeError, "no argument 'memory'; use FreeEnergyCrossMixer"),
     (call, {"x": X[0]}, ValueError, r"x must have shape .*got \(6, 64\); of one row, pass x\[None\]"),
     (crossed, {"attention_mask": ONES}, TypeError, "no argument 'attention_mask'; memory_mask .*1 = keep"),
     (pooled, {"key_padding_mask": ONES}, TypeError, "no argument 'key_padding_mask'; attention_mask .*1 = keep"),
     (pooled, {"x": torch.zeros(2, 64, 4, 4)}, ValueError, r"x must have shape .*of an image, pass x\.flatten\(2\)\.mT"),
-    # States, reads and operators.
     (lambda: state_of().to("gpu"), {}, ValueError, "target must be a device of torch, .* got 'gpu'"),
     (MixerState.from_state_dict, {"tensors": None}, TypeError, "tensors must be the dict that .* got NoneType"),
     (restored, {"memory.other": X}, ValueError, r"state_dict returned, got 'memory\.other' of \[2, 6, 64\]"),
-    (restored, {"cache_position.position": X[:, 0, 0]}, ValueError, r"got 'cache_position\.position' of \[2\]"),
     (read, {"q": normal(1, 5, 2, 4).to_sparse()}, TypeError, "q must be a dense tensor, got layout torch.sparse_coo"),
     (ssm, {"delta": None}, TypeError, "delta must be a floating-point tensor, got a NoneType"),
     (decay_scan, {"log_decay": -P[None], "u": P[None]}, ValueError, r"u must have shape .*, got \(1, 3\)"),
-    (OperatorPrior, {"op": torch.nn.Linear}, TypeError, "op must be a function or module"),
-    (operator, {"op": lambda x: x * NAN}, ValueError, "op must be non-negative, got a negative weight or NaN"),
     (operator, {"op": lambda x: x.cumsum(1) + 1}, ValueError, "op must be linear"),
-    (operator, {"op": lambda x: x.cumsum(1) ** 2}, ValueError, "op must be linear"),
     (operator, {"op": lambda x: x.flip(1).cumsum(1).flip(1)}, ValueError, "op must be causal"),
     (operator, {"op": lambda x: x.cumsum(1) + 0.1 * x.cumsum(1).roll(1, 2)}, ValueError, "op must leave channels"),
     (free, {"dim": None}, ValueError, "dim must be an axis of p and v"),
@@ -432,6 +334,18 @@ def test_a_wrong_call_gets_one_sentence(function, fields, error, message):
     assert "\n" not in str(caught.value)
     raised = traceback.extract_tb(caught.value.__traceback__)[-1].filename
     assert Path(raised).is_relative_to(Path(fem.__file__).parent), "said by somebody below us"
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(FreeEnergyMixerConfig)])
+def test_a_field_of_another_type_is_refused_by_its_name(field):
+    with pytest.raises(ValueError, match=f"^(each of )?{field} must"):
+        config(**{field: (1, "x")})
+
+
+@pytest.mark.parametrize("wrong", [0, 4.0, True])
+def test_a_size_is_a_positive_integer(wrong):
+    with pytest.raises(ValueError, match=f"n_head must be a positive integer, got {wrong!r}"):
+        config(n_head=wrong)
 
 
 def test_a_masked_position_may_hold_anything():

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-import fem
 from fem import FreeEnergyCrossMixer, FreeEnergyPooling
 
 ROWS = {
@@ -172,4 +171,3 @@ def test_pooling_has_the_weights_of_attention():
     layer = FreeEnergyPooling(64, 4)
     maps = sum(p.numel() for name, p in layer.read.named_parameters() if name.endswith("weight"))
     assert maps == pytest.approx(4 * 64**2, rel=5e-3)
-    assert fem.FreeEnergyPooling is FreeEnergyPooling

@@ -39,6 +39,8 @@ def test_a_window_after_1000_tokens_keeps_and_saves_its_window():
     layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=32, n_head=4, window=64)).eval()
     with torch.no_grad():
         _, state = layer(torch.randn(1, 1000, 32), return_state=True)
+        _, after = layer(torch.randn(1, 1, 32), state=state, return_state=True)
+    assert after.nbytes <= state.nbytes + 1000
     file = io.BytesIO()
     torch.save(state, file)
     assert state.nbytes < 64 * 4 * (32 + 2 * 16) + 2000  # keys, and values with their exponentials

@@ -1,11 +1,8 @@
-"""The fused softmax layer on a CPU: Triton's interpreter runs its kernels, formulas stand in for torch's attention.
-
-Set TRITON_INTERPRET=1 before Triton is imported.
-"""
+"""The fused softmax layer on a CPU: Triton's interpreter runs its kernels, formulas stand in for torch's attention."""
 
 import math
 
-import numpy as np
+import interpreted  # noqa: F401  (before any kernel)
 import torch
 
 from fem import fused_layer
@@ -43,18 +40,3 @@ def install(monkeypatch, dtype=torch.float32):
     monkeypatch.setattr(fused_layer, "available", lambda x: True)
     monkeypatch.setattr(fused_layer, "DTYPE", dtype)
     monkeypatch.setattr(fused_layer, "_kernel", lambda *sizes: "cudnn")
-
-
-def round_to_nearest(monkeypatch):
-    """Triton's interpreter rounds towards zero where a card rounds to the nearest: make it round as a card does."""
-    from triton.runtime import interpreter
-
-    before = interpreter._convert_float
-
-    def convert(numbers, of, to, mode):
-        if of.primitive_bitwidth != 32 or str(to) != "bf16":
-            return before(numbers, of, to, mode)
-        x = torch.from_numpy(np.frombuffer(numbers.tobytes(), dtype=np.float32).copy()).bfloat16()
-        return x.view(torch.int16).numpy().view(np.uint16).reshape(numbers.shape)
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)

@@ -13,14 +13,14 @@ FAMILIES = {
     "softmax window": {"prior_type": "softmax", "window": 4},
 }
 # Gates know nothing of the prior: one prior of each kind of state has slim ones.
-FAMILIES |= {f"{name} slim": {"prior_type": name, "gate_rank": 2} for name in ("softmax", "mamba") if name in PRIORS}
-FAMILIES |= {f"{name} gates per head": {"prior_type": name, "gate_rank": 0} for name in ("gla",) if name in PRIORS}
-if "gla" in PRIORS:
-    FAMILIES["gla scalar"] = {"prior_type": "gla", "decay": "scalar"}
-    FAMILIES["gla channel"] = {"prior_type": "gla", "decay": "channel"}
-    FAMILIES["gla unnormalised"] = {"prior_type": "gla", "normalize": False}
-if "mamba" in PRIORS:
-    FAMILIES["mamba unnormalised"] = {"prior_type": "mamba", "normalize": False}
+FAMILIES |= {f"{name} slim": {"prior_type": name, "gate_rank": 2} for name in ("softmax", "mamba")}
+FAMILIES |= {
+    "gla gates per head": {"prior_type": "gla", "gate_rank": 0},
+    "gla scalar": {"prior_type": "gla", "decay": "scalar"},
+    "gla channel": {"prior_type": "gla", "decay": "channel"},
+    "gla unnormalised": {"prior_type": "gla", "normalize": False},
+    "mamba unnormalised": {"prior_type": "mamba", "normalize": False},
+}
 
 EVERY = FAMILIES | {"operator": {"prior": lambda x: x.cumsum(1)}}  # which keeps no state
 

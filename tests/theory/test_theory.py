@@ -175,7 +175,7 @@ def test_the_free_energy_starts_at_the_mean_with_half_the_variance():
         assert remainder.item() == pytest.approx(beta**2 * (p * away**3).sum().item() / 6, rel=beta)
 
 
-# Propositions E.4 and E.6: gradients
+# Propositions E.4 and E.6, Appendix M.4: gradients
 
 
 @holds_for(rows(zeros=False), st.floats(0.01, 50))
@@ -455,15 +455,6 @@ def test_the_kernel_of_the_value_map_is_that_of_its_weights():
     weights = theory.effective_weights(p, (h @ w_v).T, lam, beta)
     pairs = torch.einsum("ci,cr,ir->c", weights, weights, h @ h.T)
     torch.testing.assert_close(jacobian @ jacobian.T, g[:, None] * g * ((w_o * pairs) @ w_o.T))
-
-
-def test_the_free_energy_moves_the_scores_towards_the_posterior():
-    """Appendix M.4: dF / db = (q - p) / beta where p = softmax(b)."""
-    draw = torch.Generator().manual_seed(0)
-    b, v = (torch.randn(7, dtype=F64, generator=draw) for _ in range(2))
-    gradient = torch.autograd.functional.jacobian(lambda b: theory.free_energy(b.softmax(-1), v, 1.7), b)
-    p = b.softmax(-1)
-    torch.testing.assert_close(gradient, (theory.posterior(p, v, 1.7) - p) / 1.7)
 
 
 def test_weights_of_a_head_have_rank_one_and_those_of_fem_full_rank():

@@ -61,7 +61,8 @@ class VisionRecipe:
     threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
 
     def __post_init__(self):
-        require_positive(self, "seeds", "layers", "epochs", "batch", "validations", "threads", "learning_rate")
+        require_positive(self, "image_size", "patch_size", "width", "heads", "layers", "seeds", "epochs", "batch")
+        require_positive(self, "validations", "threads", "learning_rate")
         require_not_negative(self, "seed", "mixup", "cutmix", "workers", "weight_decay")
         for name in ("min_area", "central_share"):
             if not 0 < getattr(self, name) <= 1:

@@ -1,12 +1,9 @@
 """Made-up series, and `fem forecast` as a user calls it."""
 
-import sys
-
 import numpy as np
 import pandas as pd
-import pytest
+from command_line import fem
 
-from fem import cli
 from fem_research.forecast.series import ETT_CHANNELS
 
 
@@ -23,7 +20,4 @@ def ett(rows: int) -> pd.DataFrame:
 
 
 def command(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["fem", "forecast", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return end.value.code
+    return fem(monkeypatch, "forecast", *map(str, arguments))
