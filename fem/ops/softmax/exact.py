@@ -64,24 +64,27 @@ def _again(doubt, free_energy, q, k, f, beta, keep, first, end, bias) -> Tensor:
     if not len(batch):
         return torch.where(doubt, 0.0, free_energy)  # an operator returns new tensors, and so does its gradient
     heads = [x[batch, :, h].unbind() for x, h in ((q, head), (k, head // groups), (f, head // groups), (doubt, head))]
-    tables = None if bias is None else bias.flatten(0, 1).unbind()
+    tables = None if bias is None else bias.flatten(0, 1).unbind()  # whose gradient is one for all heads
     energies, places = [], []
     for b, h, q_h, k_h, f_h, wanted in zip(batch.tolist(), head.tolist(), *heads):
-        rates = beta[h // groups].double()
-        low, high = (x[min(b, len(x) - 1)] for x in (first, end))
+        rates, (low, high) = beta[h // groups].double(), (x[min(b, len(x) - 1)] for x in (first, end))
+        table = None if bias is None else tables[min(b, len(bias) - 1) * bias.shape[1] + min(h, bias.shape[1] - 1)]
         for rows in wanted.any(1).nonzero()[:, 0].split(max(1, _NUMBERS // (2 * k.shape[1]))):
             start = int(low[rows[0]])
             keys = slice(start, max(int(high[rows[-1]]), start + 1))
-            part = None
-            if tables is not None:
-                table = tables[min(b, bias.shape[0] - 1) * bias.shape[1] + min(h, bias.shape[1] - 1)]
-                part = table[rows if len(table) > 1 else slice(None), keys if table.shape[1] > 1 else slice(None)]
             seen = low[rows] - start, high[rows] - start, None if keep is None else keep[b, keys]
-            inputs = q_h[rows], k_h[keys], f_h[keys], rates, part, *seen, wanted[rows]
+            inputs = q_h[rows], k_h[keys], f_h[keys], rates, _part(table, rows, keys), *seen, wanted[rows]
             energies.append(_recomputed_for_gradients(_exactly, *inputs).to(free_energy.dtype))
             places.append(torch.stack([torch.full_like(rows, b), rows, torch.full_like(rows, h)]))
     again = torch.zeros_like(free_energy).index_put(tuple(torch.cat(places, 1)), torch.cat(energies))
     return torch.where(doubt, again, free_energy)
+
+
+def _part(table: Float[Tensor, "#tq #t"] | None, rows: Tensor, keys: slice) -> Float[Tensor, "#r #n"] | None:
+    """What of a head's bias belongs to some rows and keys."""
+    if table is None:
+        return None
+    return table[rows if table.shape[0] > 1 else slice(None), keys if table.shape[1] > 1 else slice(None)]
 
 
 def _recomputed_for_gradients(function, *inputs) -> Tensor:
