@@ -18,7 +18,6 @@ from fem.ops.common.slabs import STATELESS, SlabScan
 from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for, suspect
 from fem.ops.linear_attention.linear_log_space import LinearInputs, decay, linear_step
 
-CHUNK = 64
 TOKENS_AT_A_TIME = 2**12  # of a slab, over rows and heads: intermediate results fit the CPU's cache
 LARGE_FEATURE = 2.0**23  # and the inverse of a small one: from here on products of features are summed in float64
 
@@ -46,7 +45,8 @@ class _LinearScan(SlabScan):
         return None if found is None else (*found, 0)
 
     def size(self, x):
-        return CHUNK * torch.sym_max(1, TOKENS_AT_A_TIME // (torch.sym_max(1, x.v.shape[0] * x.v.shape[2]) * CHUNK))
+        chunk, rows = _chunk_tokens(x.v.device), torch.sym_max(1, x.v.shape[0] * x.v.shape[2])
+        return chunk * torch.sym_max(1, TOKENS_AT_A_TIME // (rows * chunk))
 
     def rough(self, x):
         """Whether features are so large or small that their products are summed in float64."""
@@ -96,11 +96,16 @@ class _LinearScan(SlabScan):
 LINEAR_SCAN = _LinearScan()
 
 
+def _chunk_tokens(device: torch.device) -> int:
+    """On a CPU the scores within chunks stay in the cache, of many small heads too; elsewhere launches count chunks."""
+    return 32 if device.type == "cpu" else 64
+
+
 def _chunks(x: Float[Tensor, "b t h d"] | None) -> Float[Tensor, "b n c h d"] | None:
     """The tokens in chunks of C, the last filled up with 0."""
     if x is None:
         return None
-    size = min(CHUNK, x.shape[1])
+    size = min(_chunk_tokens(x.device), x.shape[1])
     return F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
 
 
