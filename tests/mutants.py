@@ -36,7 +36,7 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
     Mutant("dP is not centred at the likeliest key", "fem/ops/softmax/attend.py",
            "                dp -= dp.gather(-1, p.argmax(-1, keepdim=True))",
            "                pass", EDGES),
-    Mutant("the form for narrow spans ends at 0.3", "fem/ops/common/packing.py",
+    Mutant("the form for narrow spans ends at 0.3", "fem/ops/softmax/packing.py",
            "SMALL_SPAN = 1.0", "SMALL_SPAN = 0.3", EDGES),
     Mutant("a packed cache proves what underflow may have taken", "fem/ops/softmax/cached.py",
            "_PROVEN, _LEAST = 30.0", "_PROVEN, _LEAST = 80.0", f"{SOFTMAX}/test_softmax_decode.py"),

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fem.ops.common.backend import by_kernels, transformed
-from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.cached import fixed_packing, pack_exactly, unpacked
+from fem.ops.softmax.packing import Packing
 from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 
 Memory = dict[str, Tensor]

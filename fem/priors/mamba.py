@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.ops.common.mix_channels import mix_channels
 from fem.ops.common.precision import upcast, without_autocast
 from fem.ops.common.read import read_free, read_of, rounded
+from fem.ops.ssm.mix_channels import mix_channels
 from fem.ops.ssm.ssm_read import ssm_read, ssm_terms
 from fem.optim import mark_undecayed
 from fem.prior_table import ROWS

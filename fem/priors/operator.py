@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.backend import transformed
-from fem.ops.common.packing import SMALL_SPAN
 from fem.ops.common.precision import LEAST_PROVEN, upcast, without_autocast
 from fem.ops.common.read import Read, connected_zeros
 from fem.ops.common.tokens import Tokens
+from fem.ops.softmax.packing import SMALL_SPAN
 from fem.priors.base import Prior
 
 _ROUNDING = 1e-4  # allowed error of an operator (by FFT, for instance), relative to the largest sum of weights

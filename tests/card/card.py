@@ -16,7 +16,7 @@ from ahead_of_time import usage
 from torch import Tensor
 
 from fem.ops.channel_scan import channel_kernels
-from fem.ops.common import mix_token, token_kernels
+from fem.ops.common import token_kernels
 from fem.ops.conditioner import conditioner_kernels as of_conditioner
 from fem.ops.linear_attention import feature_kernels, linear_token, scan_kernels
 from fem.ops.softmax import card_attention as of_attention
@@ -24,7 +24,7 @@ from fem.ops.softmax import one_query_kernels
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as of_softmax
 from fem.ops.softmax.fused import fused_attention as attention
-from fem.ops.ssm import ssm_token
+from fem.ops.ssm import mix_token, ssm_token
 
 SM = int(os.environ.get("FAKE_SM", "90"))
 KERNELS = (of_softmax, doubt, of_conditioner, one_query_kernels, token_kernels, scan_kernels, feature_kernels)

@@ -12,9 +12,8 @@ import torch
 from layers import FAMILIES, SPLIT, make_layer, tokens
 from reads import KEYED, by_definition, documents_of, make, relative
 
-from fem.ops.common import mix_channels, mix_token
 from fem.ops.linear_attention import chunked, linear_token
-from fem.ops.ssm import ssm_read, ssm_token
+from fem.ops.ssm import mix_channels, mix_token, ssm_read, ssm_token
 
 torch.set_num_threads(1)
 KERNELS = linear_token, ssm_token, mix_token

@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import Cache
 
-from fem.ops.common.packing import Packing
 from fem.ops.common.read import Read
 from fem.ops.softmax.cached import REACH, fixed_packing, pack, unpack
+from fem.ops.softmax.packing import Packing
 
 EXACT = "exact"  # the attn_implementation of a model that reads with the library's own kernels and states
 

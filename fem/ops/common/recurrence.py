@@ -35,15 +35,26 @@ class _Recurrence(torch.autograd.Function):
     def backward(ctx, grad):
         """r_t = grad_t + exp(log_decay_{t+1}) r_{t+1} is the gradient of u."""
         log_decay, state, h = ctx.saved_tensors
-        later = None if log_decay is None else torch.cat([log_decay[:, 1:], torch.zeros_like(log_decay[:, :1])], 1)
+        later = None if log_decay is None else decay_after(log_decay)
         reach = running_sums(later, grad, torch.zeros_like(state), backwards=True)
         if log_decay is None:
             return None, reach, reach[:, 0]
         keep, d_decay = log_decay.exp(), None
         if ctx.needs_input_grad[0]:
-            before = torch.cat([state.unsqueeze(1), h[:, :-1]], 1)
-            d_decay = before.mul_(reach).sum_to_size(keep.shape).mul_(keep)
+            d_decay = sums_before(h, state).mul_(reach).sum_to_size(keep.shape).mul_(keep)
         return d_decay, reach, keep[:, 0] * reach[:, 0]
+
+
+def decay_after(log_decay: Tensor, backwards: bool = False) -> Tensor:
+    """The decay out of each token into the next, by which gradients are summed the other way; 0 out of the last."""
+    none = torch.zeros_like(log_decay[:, :1])
+    return torch.cat([none, log_decay[:, :-1]] if backwards else [log_decay[:, 1:], none], 1)
+
+
+def sums_before(h: Tensor, state: Tensor, backwards: bool = False) -> Tensor:
+    """The sum that each token finds, of which a decay's gradient is made: the state, and then h."""
+    first = state.unsqueeze(1)
+    return torch.cat([h[:, 1:], first] if backwards else [first, h[:, :-1]], 1)
 
 
 def running_sums(log_decay: Tensor | None, u: Tensor, state: Tensor, backwards: bool = False) -> Tensor:

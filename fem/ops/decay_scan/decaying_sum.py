@@ -10,7 +10,7 @@ from fem.ops.common.backend import portable, scan_backend, transformed
 from fem.ops.common.operator import operator
 from fem.ops.common.precision import compute_dtype
 from fem.ops.common.read import connected_zeros
-from fem.ops.common.recurrence import running_sums
+from fem.ops.common.recurrence import decay_after, running_sums, sums_before
 from fem.ops.common.steps import along_time
 
 
@@ -71,15 +71,12 @@ def _save_decay_scan(ctx, inputs, output):
 
 
 def _differentiate_decay_scan(ctx, grad):
+    """The same recurrence the other way, which can itself be differentiated."""
     log_decay, initial, h = ctx.saved_tensors
-    none, first = torch.zeros_like(log_decay[:, :1]), initial.unsqueeze(1)
-    if ctx.backwards:
-        after, before, at = torch.cat([none, log_decay[:, :-1]], 1), torch.cat([h[:, 1:], first], 1), -1
-    else:
-        after, before, at = torch.cat([log_decay[:, 1:], none], 1), torch.cat([first, h[:, :-1]], 1), 0
+    after, before = decay_after(log_decay, ctx.backwards), sums_before(h, initial, ctx.backwards)
     du = _decay_scan(after, grad, torch.zeros_like(initial), not ctx.backwards, ctx.kernels)
     through = log_decay.exp() * du
-    return through * before, du, through[:, at], None, None
+    return through * before, du, through[:, -1 if ctx.backwards else 0], None, None
 
 
 _decay_scan.register_autograd(_differentiate_decay_scan, setup_context=_save_decay_scan)

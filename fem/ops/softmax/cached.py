@@ -13,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import differentiated, may_look, transformed
-from fem.ops.common.packing import Packing
 from fem.ops.common.precision import fallbacks, upcast, without_autocast
 from fem.ops.common.read import Read, rounded
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.attend import flash
+from fem.ops.softmax.packing import Packing
 from fem.ops.softmax.softmax_read import mask_of_one, softmax_read
 from fem.ops.softmax.support import support
 

@@ -12,11 +12,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.operator import again_differentiable, operator
-from fem.ops.common.packing import Packing
 from fem.ops.common.precision import LEAST_PROVEN, compute_dtype, without_autocast
 from fem.ops.common.read import Read
 from fem.ops.softmax.attend import attend, attend_backward
 from fem.ops.softmax.exact import definition, exact_where
+from fem.ops.softmax.packing import Packing
 from fem.ops.softmax.support import Support
 
 BAND = 256  # queries that share a shift: few enough that a window of as many keys is most of what they see

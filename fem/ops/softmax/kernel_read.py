@@ -13,11 +13,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.backend import exporting
-from fem.ops.common.packing import Packing
 from fem.ops.common.precision import upcast, without_autocast
 from fem.ops.common.read import LOG_ZERO, Read
 from fem.ops.softmax.card_attention import WIDEST, attend_on_card, compiled_on_card
 from fem.ops.softmax.exact import exact_where
+from fem.ops.softmax.packing import Packing
 from fem.ops.softmax.support import Support
 
 _PROVEN_SPAN = 58.0  # nats: the shift takes up to log 2 more, the rounding of p and e the rest to 60

@@ -18,7 +18,7 @@ def mix_channels(mixing: Tensor, terms: Terms, beta: Tensor) -> Terms:
     mixing (H, d_v, d_v) > 0; terms (B, T, H, d_v); beta (H, d_v), equal within a head, or (H, 0) for the mean only.
     """
     if terms.mean.shape[1] == 1 and by_kernels(mixing, *terms, beta):
-        from fem.ops.common.mix_token import mix_token  # by Triton, which the library does not require
+        from fem.ops.ssm.mix_token import mix_token  # by Triton, which the library does not require
 
         return mix_token(mixing, terms, beta)
     over_channels = lambda x: torch.einsum("hjk,bthk->bthj", mixing, x)  # noqa: E731
