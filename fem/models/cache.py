@@ -158,11 +158,11 @@ class FixedMemory(MixerMemory):
         raise ValueError("a static cache keeps no past states, which assisted decoding asks for; use a dynamic one.")
 
 
-def memory_of(cache: Cache, layer: int, fixed: bool = False) -> MixerMemory | None:
+def memory_of(cache: Cache, layer: int, fixed: bool = False) -> MixerMemory:
     """The memory of a layer's mixer in a cache; it takes the place of an empty layer of a DynamicCache.
 
     fixed: whether the state has a fixed size, so that an empty layer of a StaticCache will do as well.
-    None where the layer is of another kind, or holds keys and values.
+    Raises ValueError where the layer is of another kind, or holds keys and values.
     """
     layers = cache.layers
     if layer == len(layers):
@@ -172,7 +172,12 @@ def memory_of(cache: Cache, layer: int, fixed: bool = False) -> MixerMemory | No
         return memory
     dynamic = type(memory) in (DynamicLayer, DynamicSlidingWindowLayer)
     if memory.is_initialized or not (dynamic or (fixed and type(memory) is StaticLayer)):
-        return None
+        empty = "DynamicCache or StaticCache" if fixed else "DynamicCache"
+        raise ValueError(
+            f"past_key_values must be a cache of this model's states, or an empty {empty}, got "
+            f"{type(memory).__name__} in layer {layer}, as each mixer keeps a state of its own; leave past_key_values "
+            "and cache_implementation out and the model makes one."
+        )
     layers[layer] = MixerMemory() if dynamic else FixedMemory()
     return layers[layer]
 

@@ -25,14 +25,14 @@ from fem.priors.softmax import SoftmaxPrior
 from fem.state import CachePosition, MixerState
 
 
-def own_part(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
+def own_part(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """This process's part of a tensor that every process has whole: token ids (B, T), targets, masks, segment ids.
 
     Raises ValueError where the parts would not be of one length.
     """
-    if x.shape[dim] % mesh.size():
-        raise ValueError(f"{x.shape[dim]} tokens cannot be cut into {mesh.size()} equal parts; pad or cut the rows.")
-    return x.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()
+    if x.shape[1] % mesh.size():
+        raise ValueError(f"{x.shape[1]} tokens cannot be cut into {mesh.size()} equal parts; pad or cut the rows.")
+    return x.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
 
 
 @contextmanager

@@ -20,9 +20,11 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
@@ -30,7 +32,7 @@ from fem.mlp import SwiGLU
 from fem.models.arguments import SAID_BY_POSITIONS, check_names, is_of_tokens, mask_of_new_tokens, read_documents
 from fem.models.cache import FEMCache, memory_of, place_beside_keys
 from fem.models.configuration import FEMConfig
-from fem.models.engines.attention import EXACT, attend, eager
+from fem.models.engines.attention import EXACT, attend
 from fem.models.engines.inputs import KEPT, WRITTEN, documents_of, masks_of, positions_of, tokens_in, tokens_read_by
 from fem.models.engines.obstacles import attends, keeps_tokens, layer_type, obstacle, obstacle_to_pages
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
@@ -75,7 +77,7 @@ class FEMBlock(GradientCheckpointingLayer):
             kept = past_key_values is not None and self.mixer.conditioner is not None
             hidden = place_beside_keys(past_key_values, self.layer_idx) if kept else None
             # vLLM reads this source: a forward that looks the interface up and calls it once is an attention's.
-            interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+            interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
             attention = lambda *inputs, **how: interface(self, *inputs, scaling=self.scaling, **how)  # noqa: E731
             read = functools.partial(attend, self, attention, **keywords)
             y, hidden = self.mixer.read_by(y, position_ids, read, tokens, hidden)
@@ -85,13 +87,6 @@ class FEMBlock(GradientCheckpointingLayer):
             y = self.mixer(y, attention_mask, segment_ids)
         else:
             memory = memory_of(past_key_values, self.layer_idx, self.has_fixed_state)
-            if memory is None:
-                empty = "DynamicCache or StaticCache" if self.has_fixed_state else "DynamicCache"
-                raise ValueError(
-                    f"past_key_values must be a cache that this model made in its exact form, or an empty {empty}, got "
-                    f"{type(past_key_values.layers[self.layer_idx]).__name__} in layer {self.layer_idx}; leave it out "
-                    "and the model makes one."
-                )
             y = memory.read(self.mixer, y, attention_mask, segment_ids)
         x = x + y
         return x + self.mlp(self.mlp_norm(x))
@@ -104,6 +99,7 @@ class FEMPreTrainedModel(PreTrainedModel):
     accepts_loss_kwargs = True
     _no_split_modules = ["FEMBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": FEMBlock}  # noqa: RUF012
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _is_stateful = False  # a cache that records its past can forget the last tokens
 
@@ -174,7 +170,7 @@ class FEMModel(FEMPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @can_return_tuple
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -183,14 +179,12 @@ class FEMModel(FEMPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
         segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"give input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}.")
-        if output_attentions:
+        if kwargs.get("output_attentions"):
             raise ValueError(
                 "output_attentions must be False, as no maps are kept, got True; layers[i].mixer.inspect(x) makes them."
             )
@@ -220,17 +214,9 @@ class FEMModel(FEMPreTrainedModel):
             masks = masks_of(config, self.kinds, x, attention_mask, position_ids, past_key_values)
             told = {"attention_mask": masks, "position_ids": position_ids, "tokens": tokens, **kwargs}
 
-        record = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        hidden_states = () if record else None
         for block in self.layers:
-            hidden_states = (*hidden_states, x) if record else None
             x = block(x, past_key_values=past_key_values, **told)
-        x = self.norm(x)
-        return BaseModelOutputWithPast(
-            last_hidden_state=x,
-            past_key_values=past_key_values,
-            hidden_states=(*hidden_states, x) if record else None,
-        )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
     def _wants_cache(self, use_cache: bool | None) -> bool:
         return self.config.use_cache and not self.training if use_cache is None else use_cache
@@ -333,8 +319,6 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
         logits_to_keep: int | Tensor | None = None,
         segment_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
@@ -351,7 +335,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
                 segment_ids = documents
         use_cache = False if use_cache is None and trained else use_cache
         inputs = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
-        outputs = self.model(*inputs, output_hidden_states, output_attentions, segment_ids, **kwargs)
+        outputs = self.model(*inputs, segment_ids, **kwargs)
         hidden = outputs.last_hidden_state
         loss = logits = None
         if trained:

@@ -335,7 +335,7 @@ def test_bf16_model_generates(softmax_model):
         (
             lambda m, c: m(tokens(2, 1), past_key_values=StaticCache(config=m.config, max_cache_len=8)),
             ValueError,
-            "must be a cache that this model made in its exact form, or an empty DynamicCache, got StaticLayer",
+            "must be a cache of this model's states, or an empty DynamicCache, got StaticLayer",
         ),
         (lambda m, c: c.update(torch.zeros(1), torch.zeros(1), 0), TypeError, "states of FEM layers"),
         (lambda m, c: small_model(prior_type="linear")(tokens(2, 1), past_key_values=c), ValueError, "another layer"),

@@ -70,13 +70,3 @@ def _packed(block: nn.Module, v: Tensor, f: Tensor, packing: Packing) -> Float[T
             stacklevel=3,
         )
     return pack(v, f, packing)
-
-
-def eager(module: nn.Module, q, k, values, attention_mask, scaling, dropout=0.0, **keywords):
-    """softmax(scaling q k + mask) values, with materialised weights, as transformers' "eager" attention."""
-    k, values = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (k, values))
-    scores = scaling * q @ k.mT
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    p = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    return (p @ values).transpose(1, 2), p

@@ -47,13 +47,5 @@ class MixerAttention(nn.Module):
         if isinstance(past_key_values, EncoderDecoderCache):
             past_key_values = past_key_values.self_attention_cache
         memory = memory_of(past_key_values, self.layer_idx)
-        if memory is None:
-            raise ValueError(
-                f"past_key_values must be a DynamicCache of this model, got "
-                f"{type(past_key_values.layers[self.layer_idx]).__name__} in layer {self.layer_idx}; a mixer keeps a "
-                "state of its own: leave past_key_values and cache_implementation out."
-            )
         segments = None if memory.state is not None else segments
-        y, state = self.mixer(hidden_states, keep, segments, state=memory.state, return_state=True)
-        memory.store(state, tokens=time)
-        return self.resid_dropout(y), None
+        return self.resid_dropout(memory.read(self.mixer, hidden_states, keep, segments)), None
