@@ -6,7 +6,6 @@ import math
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from rich.progress import Progress
@@ -17,8 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fem import FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.inspect.layers import by_division, layer_tables, readings
 from fem.train.model import build_model
 from fem.train.saving import SavingTrainer
 from fem.train.tokenizer import END, train_tokenizer
@@ -130,21 +127,6 @@ def test_every_python_ships_enough_text():
     assert not any("import unittest\n\n\nclass Test" in document for document in documents)
 
 
-@pytest.mark.parametrize("mixer", [*lm.MIXERS.values(), {"use_conv": False}], ids=["fem", "softmax", "without C"])
-def test_models_have_equal_parameters(mixer):
-    recipe = lm.LanguageRecipe()
-    counts = [
-        build_model(lm.model_config(recipe, fields, recipe.vocabulary), 0).num_parameters()
-        for fields in (mixer, lm.SOFTMAX_ATTENTION)
-    ]
-    assert counts[0] == pytest.approx(counts[1], rel=0.01)
-
-
-def test_models_of_one_seed_start_from_the_same_embeddings(corpus):
-    fem, softmax = (build_model(lm.model_config(TINY, mixer, 300), 4) for mixer in lm.MIXERS.values())
-    torch.testing.assert_close(fem.lm_head.weight, softmax.lm_head.weight, rtol=0, atol=0)
-
-
 def test_weight_decay_spares_beta_norms_and_biases(corpus, tmp_path):
     model = build_model(lm.model_config(TINY, {}, 300), 0)
     args = training_arguments(TINY, TINY.learning_rate, tmp_path)
@@ -207,29 +189,6 @@ def test_validation_loss_is_the_mean_over_the_chosen_blocks(corpus):
     assert result["parameters"] == model.num_parameters()
     assert result["tokens_per_second"] > 0
     assert [point["step"] for point in log] == [3, 6, 7]
-
-
-def test_channel_weights_are_the_derivative_of_the_read_by_the_values():
-    """With raw values, no outer gate and no output projection, y_Tj depends on v_ij by (1 - lambda) p + lambda q."""
-    torch.manual_seed(0)
-    fields = {"fem_dim": 6, "use_conv": False, "use_outer_gate": False, "use_rope": False}
-    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=6, n_head=2, **fields)).double()
-    with torch.no_grad():
-        for projection in (layer.value, layer.output):
-            projection.weight.copy_(torch.eye(6))
-        for projection in (layer.prior.query, layer.gate.inner):  # neither depends on x, so that x enters by v alone
-            projection.weight.zero_()
-            projection.bias.normal_()
-        layer.prior.key.weight.zero_()
-    x = torch.randn(1, 5, 6, dtype=torch.float64, requires_grad=True)
-    (y,) = layer(x)[0, -1:]
-    derivative = torch.stack([torch.autograd.grad(y[j], x, retain_graph=True)[0][0, :, j] for j in range(6)])
-    (reading,) = readings(torch.nn.Sequential(layer), x.detach())
-    tables = layer_tables(1, "softmax", reading)
-    np.testing.assert_allclose(tables.read[:, :, -1].reshape(6, 5), derivative, rtol=1e-6, atol=1e-8)
-    np.testing.assert_allclose(tables.prior[:, 0, -1], reading.prior[0, :, -1])
-    parted = [(w.argmax(-1).unique().numel(), (w - w.mean(0)).abs().sum()) for w in derivative.unflatten(0, (2, 3))]
-    assert by_division([tables])[0] == (0, int(parted[1] > parted[0]))
 
 
 def test_the_demo_writes_everything_it_promises(text, tmp_path):

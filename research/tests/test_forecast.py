@@ -15,7 +15,6 @@ from waves import command, ett, waves
 
 from fem import models
 from fem_research.forecast import experiment, training
-from fem_research.forecast.experiment import run
 from fem_research.forecast.series import Windows
 from fem_research.forecast.settings import PROFILES, ForecastRecipe, width_for
 from fem_research.forecast.training import ForecastBackbone, build_backbone
@@ -180,17 +179,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(monkeypatch, csv, tmp_path)
     torch.manual_seed(77)
     continued = run_job(recipe, tmp_path / "cut")
     assert {**continued, "seconds": 0} == {**whole, "seconds": 0}
-
-
-def test_a_damaged_record_is_run_again(csv, tmp_path, capsys):
-    recipe = ForecastRecipe(data=str(csv), models="none", **TINY)
-    wanted = run(recipe, tmp_path / "out")["forecast"]
-    (record,) = (tmp_path / "out" / "runs").glob("*.json")
-    record.write_bytes(b"\0" * 40)
-    for row in (found := run(recipe, tmp_path / "out")["forecast"]) + wanted:
-        row.pop("cpu_seconds", None)
-    assert found == wanted
-    assert f"{record.name} is damaged; its training runs again" in capsys.readouterr().err
 
 
 def test_the_weights_of_the_lowest_validation_error_are_tested(monkeypatch, csv, tmp_path):

@@ -58,6 +58,14 @@ def test_a_record_counts_for_the_job_that_it_names(tmp_path):
         assert (record_of(job, tmp_path) is not None) == found
 
 
+@pytest.mark.parametrize("torn", ["[]", '{"job": {"mixer"', "\0" * 40])
+def test_a_damaged_record_counts_for_none_and_is_told(tmp_path, capsys, torn):
+    job = MADRecipe().jobs()[0]
+    (tmp_path / f"{job.key}.json").write_text(torn)
+    assert record_of(job, tmp_path) is None
+    assert f"{job.key}.json is damaged; its training runs again" in capsys.readouterr().err
+
+
 def test_other_files_in_a_folder_of_pictures_are_another_training(tmp_path):
     keys = set()
     for number, content in enumerate((b"one", b"other")):

@@ -1,6 +1,5 @@
 """`fem mad` without its data: names of mixers, models, one run, the sweep, and the table of results."""
 
-import itertools
 import json
 import math
 import os
@@ -20,7 +19,7 @@ import torch
 
 from fem import PRIORS, FreeEnergyMixerConfig
 from fem_research.common.blocks import PUBLISHED
-from fem_research.common.grid import place_of, record_of
+from fem_research.common.grid import place_of
 from fem_research.common.mixers import canonical, fields_of, known
 from fem_research.common.names import display
 from fem_research.common.sweep import _run, sweep
@@ -515,23 +514,6 @@ def test_jobs_of_other_values_have_other_names():
     values |= {"setting": COMPRESS, "training": replace(TINY, heads=4)}
     assert len({job().key, *(job(**{name: value}).key for name, value in values.items())}) == 1 + len(values)
     assert job().key == job().key
-
-
-@pytest.mark.slow
-def test_a_stopped_sweep_goes_on_where_it_was(tmp_path):
-    jobs = [job(seed=seed, setting=setting) for seed in (0, 1) for setting in (MEMORIZE, COMPRESS)]
-    first = next(itertools.islice(sweep(jobs, tmp_path, train, workers=1), 1))
-    has_run = lambda job: record_of(job, tmp_path) is not None  # noqa: E731
-    assert first["job"] in [record_of(job, tmp_path)["job"] for job in jobs if has_run(job)]
-    for torn in ("[]", '{"job": {"mixer"'):
-        (tmp_path / f"{jobs[3].key}.json").write_text(torn)
-        assert not has_run(jobs[3])
-    missing = [job for job in jobs if not has_run(job)]
-    assert len(missing) < 4
-    assert len(list(sweep(missing, tmp_path, train, workers=1))) == len(missing)
-    assert all(map(has_run, jobs))
-    curve = train(jobs[3], torch.device("cpu"))["curve"]
-    assert record_of(jobs[3], tmp_path)["curve"] == curve
 
 
 def test_a_sweep_ends_in_table_report_and_plots(tmp_path, monkeypatch):

@@ -247,15 +247,11 @@ def test_hidden_states_are_those_between_the_blocks():
     [
         ({"patch_size": 4}, ValueError, "patch_size must divide image_size = 9, got 4"),
         ({"num_attention_heads": 3}, ValueError, "num_attention_heads must divide hidden_size = 16, got 3"),
-        ({"hidden_size": 0}, ValueError, "hidden_size must be a positive integer, got 0"),
-        ({"image_size": "9"}, ValueError, "image_size must be a positive integer, got '9'"),
         ({"intermediate_size": 0}, ValueError, "intermediate_size must be a positive integer or None, got 0"),
         ({"pooling": "max"}, ValueError, "pooling must be cls or mean, got 'max'"),
         ({"drop_path_rate": 1.0}, ValueError, "drop_path_rate must be below 1, got 1.0"),
         ({"mixer": {"n_head": 2}}, ValueError, "mixer must leave n_head to the model's num_attention_heads"),
-        ({"layer_norm_eps": -1.0}, ValueError, "layer_norm_eps must be 0 or more, got -1.0"),
         ({"mixer": {"causal": True}}, ValueError, "mixer must leave causal False"),
-        ({"prior_type": "none"}, ValueError, "prior_type must be one of"),
         ({"mixer": {"use_cnov": True}}, TypeError, "did you mean 'use_conv'"),
         ({"num_layers": 2}, TypeError, "no field 'num_layers' .* did you mean 'num_hidden_layers'"),
     ],
@@ -267,9 +263,8 @@ def test_a_config_that_no_model_can_have_is_refused(fields, error, sentence):
 
 @pytest.mark.parametrize(
     "fields, sentence",
-    [({"mixer": {"causal": True}}, "leave causal False"), ({"pooling": "max"}, "pooling must be"),
-     ({"mixer": {"use_cnov": True}}, "did you mean"), ({"drop_path_rate": 2.0}, "drop_path_rate")],
-)  # fmt: skip
+    [({"mixer": {"causal": True}}, "leave causal False"), ({"drop_path_rate": 2.0}, "drop_path_rate")],
+)
 def test_fields_beside_a_folder_are_read_as_the_constructors(fields, sentence, tmp_path):
     FEMImageConfig(**TINY).save_pretrained(tmp_path)
     with pytest.raises((ValueError, TypeError), match=sentence):

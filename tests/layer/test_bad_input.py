@@ -10,7 +10,7 @@ import torch
 import fem
 from fem import FreeEnergyCrossMixer, FreeEnergyMixer, FreeEnergyMixerConfig, FreeEnergyPooling, MixerState, theory
 from fem.functional import channel_scan_read, decay_scan, keyed_scan_read, softmax_read, ssm_read
-from fem.priors import PRIORS, OperatorPrior, Prior
+from fem.priors import PRIORS, OperatorPrior
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
@@ -20,8 +20,7 @@ X = torch.zeros(2, 6, 64)
 NESTED = torch.nested.nested_tensor([*X], layout=torch.jagged)
 ONES = torch.ones(2, 6, dtype=torch.bool)
 NO_F = {"use_lse": False, "use_temperature": False}
-NO_GATES = {"use_temperature": False, "use_outer_gate": False}
-LINEAR, GLA, MAMBA = ({"prior_type": name} for name in ("linear", "gla", "mamba"))
+MAMBA = {"prior_type": "mamba"}
 
 
 def config(**fields):
@@ -30,10 +29,6 @@ def config(**fields):
 
 def matched(**fields):
     return FreeEnergyMixerConfig.matched(**SIZES | fields)
-
-
-def paper(**fields):
-    return FreeEnergyMixerConfig.paper(**SIZES | {"prior_type": "mamba"} | fields)
 
 
 def layer(prior=None, **fields):
@@ -139,7 +134,7 @@ def scan_state(scan=keyed, **changes):
     return scan(return_state=True, **changes)[1]
 
 
-OTHER, WIDE = torch.ones(1, 5, 2, 6), torch.ones(2, 5, 2, 3)
+WIDE = torch.ones(2, 5, 2, 3)
 P, V = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([1.0, 2.0, 3.0])
 
 
@@ -188,6 +183,11 @@ TABLE = [
     (config, {"free_share": 0.05}, ValueError, r"free_share must give each head a whole channel of its 8, got 0\.05"),
     (config, NO_F | {"free_share": 0.5}, ValueError, "free_share needs use_lse=True"),
     (config, {"free_share": 0.5, "prior_type": "mamba_interactive"}, ValueError, "reads all channels of a head togeth"),
+    (config, {"use_temperature": False, "lambda_init": -3.0}, ValueError, "lambda_init needs use_temperature=True"),
+    (config, {"free_share": 0.5, "lambda_init": -3.0}, ValueError, "lambda_init needs .* without free_share"),
+    (config, {"rope_theta": 5.0, "rope_frequencies": (1.0,) * 8}, ValueError, "rope_theta needs .* without rope_"),
+    (config, {"use_temperature": False, "beta_max_init": 2.5}, ValueError, "beta_max_init needs use_temperature=True"),
+    (config, {"qk_dim": 64, "p_t_to_fem_ratio": 2.0}, ValueError, "p_t_to_fem_ratio needs qk_dim=None"),
     # Building a layer.
     (FreeEnergyMixer, {"config": SIZES}, TypeError, "config must be a FreeEnergyMixerConfig, .* got a dict"),
     (layer, {"prior": PRIORS["gla"]}, TypeError, "prior must be a Prior that was built, .* the class GatedLinearPrior"),
@@ -201,14 +201,17 @@ TABLE = [
     (operator, {"op": lambda x: x[:, 1:]}, ValueError, r"op must map \(B, T, C\) to the same shape, got \(1, 5, 32\)"),
     (operator, {"op": lambda x: x.cumsum(1), "v": 1e3}, ValueError, "v spreads too far for an operator prior"),
     (lambda: layer(OperatorPrior(torch.cumsum))(X, return_state=True), {}, ValueError, "keeps no state"),
+    (FreeEnergyMixer, {"config": config(), "n_embd": 64}, TypeError, "give config or fields by name, not both"),
+    (FreeEnergyMixer, SIZES | {"dtype": torch.int64}, TypeError, "dtype must be a floating dtype of torch, .* got"),
+    (PRIORS["softmax"], {"config": None}, TypeError, "config must be a FreeEnergyMixerConfig, got a NoneType"),
+    (PRIORS["gla"], {"config": config()}, ValueError, "config must have prior_type='gla' .* got 'softmax'"),
+    (operator, {"op": lambda x: x.cumsum(1) + 1}, ValueError, "op must be linear"),
+    (operator, {"op": lambda x: x.flip(1).cumsum(1).flip(1)}, ValueError, "op must be causal"),
+    (operator, {"op": lambda x: x.cumsum(1) + 0.1 * x.cumsum(1).roll(1, 2)}, ValueError, "op must leave channels"),
     # Calling a layer.
     (call, {"return_state": 1}, TypeError, "return_state must be True or False, got 1"),
     (call, {"key_padding_mask": ~ONES}, TypeError, "no argument 'key_padding_mask'; use attention_mask"),
     (call, {"attention_mask": ONES.to_sparse()}, TypeError, "attention_mask must be a dense tensor"),
-    (lambda: state_of().reorder([0, 1]), {}, TypeError, "index must be a tensor of row numbers, .* got a list"),
-    (lambda: state_of().reorder(torch.tensor([2])), {}, ValueError, "index must name rows from 0 to 1, got"),
-    (lambda: state_of().reorder(torch.tensor([[0]])), {}, ValueError, r"index must have shape \(rows,\), got \(1, 1\)"),
-    (FreeEnergyMixer, {"config": config(), "n_embd": 64}, TypeError, "give config or fields by name, not both"),
     (call, {"x": torch.zeros(2, 6, 64).long()}, TypeError, "x must be a floating-point tensor .* got dtype"),
     (call, {"x": X.to_sparse()}, TypeError, "x must be a dense tensor, got layout torch.sparse_coo; pad"),
     (call, {"x": NESTED}, TypeError, "x must be a dense tensor, got a nested tensor; pad"),
@@ -224,7 +227,11 @@ TABLE = [
     (call, {"fields": {"causal": False}, "return_state": True}, ValueError, "causal=False"),
     (call, {"fields": {"causal": False}, "state": state_of()}, ValueError, "causal=False"),
     (inspect, {"x": X[:, :0]}, ValueError, "inspect needs at least one row and one token"),
+    (call, {"x": X[0]}, ValueError, r"x must have shape .*got \(6, 64\); of one row, pass x\[None\]"),
     # States.
+    (lambda: state_of().reorder([0, 1]), {}, TypeError, "index must be a tensor of row numbers, .* got a list"),
+    (lambda: state_of().reorder(torch.tensor([2])), {}, ValueError, "index must name rows from 0 to 1, got"),
+    (lambda: state_of().reorder(torch.tensor([[0]])), {}, ValueError, r"index must have shape \(rows,\), got \(1, 1\)"),
     (lambda: state_of().to(None), {}, TypeError, "target must be a device or a dtype of torch"),
     (lambda: state_of().to(torch.int64), {}, TypeError, r"to a floating dtype, got torch\.int64"),
     (packed, {}, ValueError, r"holds exp\(beta v\), which has no range in float16"),
@@ -232,6 +239,9 @@ TABLE = [
     (continued, {"rows": 3}, ValueError, "another batch size: it has 3, this call has 2"),
     (continued, {"dtype": torch.float64}, ValueError, r"another input dtype: it has torch\.float64"),
     (lambda: call(state=state_of().to("meta")), {}, ValueError, "another device: it has meta, this call has cpu"),
+    (lambda: state_of().to("gpu"), {}, ValueError, "target must be a device of torch, .* got 'gpu'"),
+    (MixerState.from_state_dict, {"tensors": None}, TypeError, "tensors must be the dict that .* got NoneType"),
+    (restored, {"memory.other": X}, ValueError, r"state_dict returned, got 'memory\.other' of \[2, 6, 64\]"),
     # A memory or a set.
     (cross, {"window": 3}, TypeError, "got window"),
     (cross, {"memory_dim": "8"}, ValueError, "memory_dim must be a positive integer, got"),
@@ -240,6 +250,9 @@ TABLE = [
     (crossed, {"memory_mask": ONES.float()}, TypeError, "memory_mask must be"),
     (crossed, {"memory": torch.zeros(3, 3, 64)}, ValueError, "one batch size, got 2 and 3"),
     (pooled, {"attention_mask": ONES.float()}, TypeError, "attention_mask must be"),
+    (crossed, {"attention_mask": ONES}, TypeError, "no argument 'attention_mask'; memory_mask .*1 = keep"),
+    (pooled, {"key_padding_mask": ONES}, TypeError, "no argument 'key_padding_mask'; attention_mask .*1 = keep"),
+    (pooled, {"x": torch.zeros(2, 64, 4, 4)}, ValueError, r"x must have shape .*of an image, pass x\.flatten\(2\)\.mT"),
     # The softmax read.
     (read, {"beta": some(NAN, 2, 3)}, ValueError, "beta must be positive, finite and not NaN, got nan"),
     (read, {"beta": torch.ones(3)}, ValueError, r"beta must .* shape .*\(2, 3\), got \(3,\)"),
@@ -259,6 +272,7 @@ TABLE = [
     (read, {"bias": torch.zeros(1, 3, 5, 5)}, ValueError, "bias must broadcast"),
     (read, {"bias": some(NAN, 5, 5)}, ValueError, "bias must be below infinity and not NaN .* got nan"),
     (read, {"backend": "magic"}, ValueError, "backend must be one of"),
+    (read, {"q": normal(1, 5, 2, 4).to_sparse()}, TypeError, "q must be a dense tensor, got layout torch.sparse_coo"),
     # The scans.
     (keyed, {"q": -torch.ones(1, 5, 2, 4)}, ValueError, "q must be finite and non-negative .* got -1"),
     (keyed, {"q": torch.ones(1, 5, 4, 4)}, ValueError, "q and k must have one shape"),
@@ -282,6 +296,8 @@ TABLE = [
     (ssm, {"D": some(NAN, 2, 3)}, ValueError, "D must be finite and non-negative .* got nan"),
     (ssm, {"delta": some(-1.0, 1, 5, 2, 3)}, ValueError, "delta must be finite and non-negative"),
     (ssm, {"delta": torch.ones(1, 5, 2, 2)}, ValueError, "delta must have the shape of v"),
+    (ssm, {"delta": None}, TypeError, "delta must be a floating-point tensor, got a NoneType"),
+    (decay_scan, {"log_decay": -P[None], "u": P[None]}, ValueError, r"u must have shape .*, got \(1, 3\)"),
     # The theory.
     (free, {"p": torch.tensor([0.5, 0.25, 0.5])}, ValueError, "p must sum to 1 over the tokens"),
     (free, {"p": torch.tensor([0.5, NAN, 0.5])}, ValueError, "p must hold weights >= 0 .* got NaN"),
@@ -295,32 +311,11 @@ TABLE = [
     (lambda: theory.index_accuracy(V, V[None, :2], V.long()), {}, ValueError, "prediction and winner"),
     (lambda: theory.index_accuracy(V, V[None], V), {}, TypeError, "winner must be a tensor of integers"),
     (lambda: theory.index_accuracy(V, V[None], V.long()), {}, ValueError, "winner must name tokens from 0 to 0"),
+    (free, {"dim": None}, ValueError, "dim must be an axis of p and v"),
     # The optimiser.
     (lambda: fem.parameter_groups(layer(), NAN), {}, ValueError, "weight_decay must be finite .* got nan"),
     (lambda: fem.parameter_groups(layer(), True), {}, TypeError, "weight_decay must be a number, got True"),
     (lambda: fem.parameter_groups(None, 0.1), {}, TypeError, "model must be a torch.nn.Module, got a NoneType"),
-    (config, {"use_temperature": False, "lambda_init": -3.0}, ValueError, "lambda_init needs use_temperature=True"),
-    (config, {"free_share": 0.5, "lambda_init": -3.0}, ValueError, "lambda_init needs .* without free_share"),
-    (config, {"rope_theta": 5.0, "rope_frequencies": (1.0,) * 8}, ValueError, "rope_theta needs .* without rope_"),
-    (config, {"use_temperature": False, "beta_max_init": 2.5}, ValueError, "beta_max_init needs use_temperature=True"),
-    (config, {"qk_dim": 64, "p_t_to_fem_ratio": 2.0}, ValueError, "p_t_to_fem_ratio needs qk_dim=None"),
-    (FreeEnergyMixer, SIZES | {"dtype": torch.int64}, TypeError, "dtype must be a floating dtype of torch, .* got"),
-    (PRIORS["softmax"], {"config": None}, TypeError, "config must be a FreeEnergyMixerConfig, got a NoneType"),
-    (PRIORS["gla"], {"config": config()}, ValueError, "config must have prior_type='gla' .* got 'softmax'"),
-    (call, {"x": X[0]}, ValueError, r"x must have shape .*got \(6, 64\); of one row, pass x\[None\]"),
-    (crossed, {"attention_mask": ONES}, TypeError, "no argument 'attention_mask'; memory_mask .*1 = keep"),
-    (pooled, {"key_padding_mask": ONES}, TypeError, "no argument 'key_padding_mask'; attention_mask .*1 = keep"),
-    (pooled, {"x": torch.zeros(2, 64, 4, 4)}, ValueError, r"x must have shape .*of an image, pass x\.flatten\(2\)\.mT"),
-    (lambda: state_of().to("gpu"), {}, ValueError, "target must be a device of torch, .* got 'gpu'"),
-    (MixerState.from_state_dict, {"tensors": None}, TypeError, "tensors must be the dict that .* got NoneType"),
-    (restored, {"memory.other": X}, ValueError, r"state_dict returned, got 'memory\.other' of \[2, 6, 64\]"),
-    (read, {"q": normal(1, 5, 2, 4).to_sparse()}, TypeError, "q must be a dense tensor, got layout torch.sparse_coo"),
-    (ssm, {"delta": None}, TypeError, "delta must be a floating-point tensor, got a NoneType"),
-    (decay_scan, {"log_decay": -P[None], "u": P[None]}, ValueError, r"u must have shape .*, got \(1, 3\)"),
-    (operator, {"op": lambda x: x.cumsum(1) + 1}, ValueError, "op must be linear"),
-    (operator, {"op": lambda x: x.flip(1).cumsum(1).flip(1)}, ValueError, "op must be causal"),
-    (operator, {"op": lambda x: x.cumsum(1) + 0.1 * x.cumsum(1).roll(1, 2)}, ValueError, "op must leave channels"),
-    (free, {"dim": None}, ValueError, "dim must be an axis of p and v"),
     (lambda: fem.parameter_groups(torch.nn.Module(), 0.1), {}, ValueError, "model must have parameters that train"),
 ]
 
@@ -355,7 +350,3 @@ def test_a_masked_position_may_hold_anything():
         bad[:, 1] = NAN
         found = scan(key_mask=mask, **{name: bad})
         assert found.free_energy[:, mask[0].bool()].isfinite().all()
-
-
-def test_a_prior_of_ones_own_is_none_of_these():
-    assert isinstance(layer(OperatorPrior(lambda x: x.cumsum(1))).prior, Prior)
