@@ -33,7 +33,8 @@ def poisoned(request, monkeypatch):
     def filled(make):
         def fresh(*sizes, **options):
             tensor = make(*sizes, **options)
-            return tensor.fill_(torch.nan if tensor.is_floating_point() else 113)
+            tensor.detach().fill_(torch.nan if tensor.is_floating_point() else 113)
+            return tensor
 
         return fresh
 

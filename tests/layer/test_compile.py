@@ -107,6 +107,15 @@ def test_what_waits_is_refused_where_cuda_graphs_are_made_of_parts(waits):
     assert config.save_config_portable() == before
 
 
+def test_no_operator_has_two_arguments_of_one_name():
+    """Inductor, which compiles for users, makes a Python signature of them; the other backends do not."""
+    own = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("fem::")]
+    assert "fem::channel_scan" in {schema.name for schema in own}
+    for schema in own:
+        names = [argument.name for argument in schema.arguments]
+        assert len(names) == len(set(names)), schema
+
+
 def test_a_compiled_graph_is_not_an_exported_one():
     assert torch.compile(lambda x: x + exporting(), backend="eager")(torch.zeros(1)) == 0
 
@@ -119,4 +128,4 @@ def test_every_layer_is_one_graph_forward_and_backward():
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the path")
 def test_inductor_computes_the_same():
-    run("inductor", {name: FAMILIES[name] for name in ("softmax", "softmax window")})
+    run("inductor", {name: FAMILIES[name] for name in ("softmax", "softmax window", "rnn_decay")})

@@ -33,7 +33,7 @@ class SlabScan:
         fields = self.Inputs._fields
         self.time, self.count = fields.index("f") + 1, len(fields)
         inputs = ", ".join(f"Tensor? {x}" for x in fields)
-        memory = ", ".join(f"Tensor {x}" for x in Terms._fields)
+        memory = ", ".join(f"Tensor memory_{x}" for x in Terms._fields)  # inductor refuses two arguments of one name
         self.forward = operator(f"{self.name}({inputs}, {memory}, int kernels) -> Tensor[]")(self._forward)
         backward = f"{self.name}_backward(Tensor?[] grads, bool[] wanted, {inputs}, {memory}, int kernels) -> Tensor[]"
         self.backward = operator(backward)(self._backward)
