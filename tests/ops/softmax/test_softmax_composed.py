@@ -114,20 +114,6 @@ def test_flex_attention_sees_what_a_row_may_see(rule):
 
 
 @torch.no_grad()
-def test_a_row_without_keys_reads_0_and_hidden_values_do_not_matter():
-    q, k, v, beta = draw(9)
-    mask = torch.ones(2, 9, dtype=torch.long)
-    mask[0] = 0
-    mask[1, 4] = 0
-    v[1, 4], v[0, 3] = 1e30, -1e30
-    read = composed(q, k, v, beta, key_mask=mask)
-    assert read.mean[0].eq(0).all()
-    assert read.free_energy[0].eq(0).all()
-    v[1, 4] = 0
-    torch.testing.assert_close(read, composed(q, k, v, beta, key_mask=mask), rtol=0, atol=0)
-
-
-@torch.no_grad()
 def test_blocks_hold_every_key_that_a_row_sees_and_whole_ones_no_other():
     tokens, _ = read_tokens((2, 700), torch.device("cpu"), None, torch.arange(700).expand(2, -1) // 300)
     rules = support(700, 700, torch.device("cpu"), True, 1.0, 200, None, tokens)

@@ -109,12 +109,9 @@ def test_what_is_not_finite_reaches_no_other_sequence(time, what, value, backend
     assert all(x[1].isfinite().all() for x in gradients)
 
 
-HIDDEN = [("mask", torch.nan), ("mask", torch.inf), *((rule, 1e30) for rule in ("mask", "documents", "window", "all"))]
-
-
-@pytest.mark.parametrize(("rule", "size"), HIDDEN)
+@pytest.mark.parametrize("rule", ["mask", "documents", "window", "all"])
 @backends
-def test_what_a_row_may_not_see_never_matters(rule, size, backend):
+def test_what_a_row_may_not_see_never_matters(rule, backend):
     rules, arguments = RULES[rule], draw()
     kept = rules.get("key_mask", torch.ones(2, TIME).bool())
     rows, hidden = kept.clone(), ~kept
@@ -123,7 +120,7 @@ def test_what_a_row_may_not_see_never_matters(rule, size, backend):
         rows[:, 12 : 22 if rule != "window" else 18] = False
     clean = softmax_read(*arguments, backend=backend, **rules)
     q, k, v = (x.clone() for x in arguments[:3])
-    k[hidden], v[hidden] = 1e6 if size == 1e30 else size, size
+    k[hidden], v[hidden] = 1e6, 1e30
     leaves = [x.requires_grad_() for x in (q, k, v, arguments[3])]
     read = softmax_read(*leaves, backend=backend, **rules)
     for got, want in zip(read, clean):
