@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from difflib import get_close_matches
 
 import torch
 
@@ -51,8 +52,7 @@ def preset(name: str, *, mlp: str = "narrowed", **changes) -> FEMConfig:
     """
     if mlp not in MLPS:
         raise ValueError(f"mlp must be one of {', '.join(MLPS)}; got {mlp!r}.")
-    if name not in PRESETS:
-        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}.")
+    check_preset(name)
     family, size = name.rsplit("-", 1)
     sizes = SIZES[size] | {field: value for field, value in changes.items() if field not in FIELDS_OF_MIXERS}
     transformer = FEMConfig(**sizes, **TRANSFORMER)  # refuses a hidden_size that is none
@@ -62,6 +62,16 @@ def preset(name: str, *, mlp: str = "narrowed", **changes) -> FEMConfig:
         mixers["mixer"] = fields_of(transformer.hidden_size, prior, changed)
     config = FEMConfig(**sizes, **mixers)
     return config if mlp == "kept" else with_parameters(config, count_parameters(transformer))
+
+
+def check_preset(name: str) -> None:
+    """Raises ValueError where no preset has this name."""
+    if name not in PRESETS:
+        near = "".join(f"; did you mean {known}?" for known in get_close_matches(name, PRESETS, 1)) or "."
+        raise ValueError(
+            f"preset must be one of FAMILY-SIZE with a family of {', '.join(FAMILIES)} and a size of "
+            f"{', '.join(SIZES)}; got {name!r}{near}"
+        )
 
 
 def count_parameters(config: FEMConfig) -> int:

@@ -22,9 +22,8 @@ from transformers.integrations import TensorBoardCallback
 
 from fem.models import FEMForCausalLM
 from fem.models.loss import IGNORED, cross_entropy_of_logits, next_tokens
-from fem.models.presets import PRESETS
+from fem.models.presets import check_preset
 from fem.provenance import CONFIG, RESULTS, check_output, circumstances, note, read_json, versions, write_json
-from fem.recipes import nearest
 from fem.train.checkpoints import LOCK, STAGING, newest, one_writer, step_of
 from fem.train.data import TOKENS, check_data, identity, load_rows, load_tokenizer, say_unread, write_tokens
 from fem.train.metrics import ADVICE, Metrics, summary
@@ -66,13 +65,7 @@ def check(recipe: TrainRecipe, output: Path, resume: bool) -> None:
     """Raises ValueError where no training can begin; writes nothing."""
     check_output(output)
     check_data(recipe, output)
-    if recipe.preset not in PRESETS:
-        families = ", ".join(dict.fromkeys(name.rpartition("-")[0] for name in PRESETS))
-        sizes = ", ".join(dict.fromkeys(name.rpartition("-")[2] for name in PRESETS))
-        raise ValueError(
-            f"preset must be one of FAMILY-SIZE with a family of {families} and a size of {sizes}; got "
-            f"{recipe.preset!r}{nearest(recipe.preset, PRESETS)}"
-        )
+    check_preset(recipe.preset)
     model_config(recipe, recipe.model_fields().get("vocab_size", recipe.vocabulary))
     for name in OUTSIDE:
         value = os.environ.get(f"ACCELERATE_{name}", "").lower()
