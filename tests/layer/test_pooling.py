@@ -55,6 +55,7 @@ def test_tables_of_a_read_across_are_its_prior_and_posterior():
     torch.testing.assert_close(torch.einsum("bhti,bid->bthd", reading.prior, v), reading.mean)
     assert (reading.prior * ~keep[:, None, None]).abs().max() == 0
     weights = reading.prior[:, :, None] * (reading.beta[:, :, None, None] * v.mT[:, None, :, None]).exp()
+    torch.testing.assert_close(reading.beta, layer.beta().expand_as(reading.beta))
     seen = keep.any(-1)
     torch.testing.assert_close(reading.posterior[seen], (weights / weights.sum(-1, keepdim=True))[seen])
     pool = FreeEnergyPooling(8, 2, 3)
@@ -139,7 +140,7 @@ def test_what_stands_in_masked_elements_reaches_nothing_and_no_elements_are_an_e
     y = layer(x, spoilt, MASK)
     torch.testing.assert_close(y, layer(x, memory, MASK))
     y.sum().backward()
-    assert spoilt.grad.isfinite().all()
+    assert all(part.grad.isfinite().all() for part in (spoilt, *layer.parameters()))
     torch.testing.assert_close(layer(x, memory[:, :0]), layer.output.bias.expand(3, 4, 8))
 
 
