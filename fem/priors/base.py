@@ -48,6 +48,7 @@ class Prior(nn.Module, ABC):
     @abstractmethod
     def widths(config: FreeEnergyMixerConfig) -> Widths:
         """The prior's linear weights under `config`, and how many maps of key width it has (Appendix H.7)."""
+        raise NotImplementedError("a prior must say what it costs by a static method widths(config), got none.")
 
     def linear_weights(self, config: FreeEnergyMixerConfig) -> int:
         """The prior's linear weights in a layer of `config`."""

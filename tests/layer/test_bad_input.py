@@ -350,3 +350,10 @@ def test_a_masked_position_may_hold_anything():
         bad[:, 1] = NAN
         found = scan(key_mask=mask, **{name: bad})
         assert found.free_energy[:, mask[0].bool()].isfinite().all()
+
+
+def test_a_prior_of_ones_own_must_say_what_it_costs(monkeypatch):
+    """A configuration asks the class, before anything abstract could be built."""
+    monkeypatch.setitem(PRIORS, "free", type("Free", (Prior,), {"name": "free", "read": lambda *inputs: None}))
+    with pytest.raises(NotImplementedError, match=r"static method widths\(config\)"):
+        config(prior_type="free")

@@ -210,6 +210,13 @@ def test_what_cannot_hold_the_conditioners_state_is_refused(call):
         call(model)
 
 
+@pytest.mark.usefixtures("as_users_run")
+def test_what_is_no_cache_is_refused_by_its_type():
+    """Older releases of transformers took keys and values as tuples; their numbers don't belong into an error."""
+    with pytest.raises(TypeError, match="got a tuple; leave it out"):
+        small_model()(tokens(1, 4), past_key_values=((torch.zeros(1, 2, 3, 4),) * 2,))
+
+
 @pytest.mark.parametrize("engine", ["sdpa", "eager"])
 @pytest.mark.parametrize("said", ["positions", "segments"])
 @torch.no_grad()

@@ -25,7 +25,9 @@ def tokens_in(cache: object) -> int | Tensor:
     if cache is None:
         return 0
     if not isinstance(cache, Cache):
-        raise TypeError(f"past_key_values must be a cache of transformers, got {cache!r}; leave it out to begin one.")
+        raise TypeError(
+            f"past_key_values must be a cache of transformers, got a {type(cache).__name__}; leave it out to begin one."
+        )
     seen = cache.get_seq_length()
     if isinstance(seen, int):
         if seen and not getattr(cache, WRITTEN, False):
