@@ -10,7 +10,7 @@ import torch
 import fem
 from fem import FreeEnergyCrossMixer, FreeEnergyMixer, FreeEnergyMixerConfig, FreeEnergyPooling, MixerState, theory
 from fem.functional import channel_scan_read, decay_scan, keyed_scan_read, softmax_read, ssm_read
-from fem.priors import PRIORS, OperatorPrior
+from fem.priors import PRIORS, OperatorPrior, Prior
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
