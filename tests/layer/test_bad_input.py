@@ -176,6 +176,7 @@ TABLE = [
     (config, {"use_temperature": False, "use_outer_gate": False, "gate_rank": 4}, ValueError, "gate_rank needs a gate"),
     (config, {"free_share": 0.5, "use_outer_gate": False, "gate_rank": 4}, ValueError, "gate_rank needs a gate"),
     (matched, {"fem_dim": 32}, ValueError, "^matched solves the widths; leave out fem_dim"),
+    (FreeEnergyMixerConfig.paper, SIZES | MAMBA | {"fem_dim": 32}, ValueError, "^paper solves the widths; leave out"),
     *(
         (config, {"keep_lambda": True} | fields, ValueError, "^keep_lambda=True needs use_lse=True, .* no free_share")
         for fields in ({}, NO_F, {"use_temperature": False, "free_share": 0.5})
@@ -246,6 +247,7 @@ TABLE = [
     (cross, {"window": 3}, TypeError, "got window"),
     (cross, {"memory_dim": "8"}, ValueError, "memory_dim must be a positive integer, got"),
     (pool, {"queries": 0}, ValueError, "queries must be a positive integer, got 0"),
+    (crossed, {"x": None}, TypeError, "x must be a floating-point .* got a NoneType"),
     (crossed, {"memory": X.long()}, TypeError, r"memory must be a .* got dtype torch\.int64"),
     (crossed, {"memory_mask": ONES.float()}, TypeError, "memory_mask must be"),
     (crossed, {"memory": torch.zeros(3, 3, 64)}, ValueError, "one batch size, got 2 and 3"),
