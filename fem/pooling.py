@@ -77,8 +77,6 @@ class FreeEnergyCrossMixer(FreeEnergyLayer):
     ) -> Float[Tensor, "b tq d"]:
         _refuse(unknown, "memory_mask")
         q, k, v, options = self._read_of(x, memory, memory_mask)
-        if not memory.shape[1]:
-            return self.output(x.new_zeros(*x.shape[:2], self.config.fem_dim))
         read = lambda v, beta, free: (softmax_read(q, k, v, beta, free_values=free, **options), None)  # noqa: E731
         return self.projected(self.mixed(x, v, read)[0])
 
