@@ -194,7 +194,7 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
         max_grad_norm=recipe.clip,
         bf16=recipe.dtype == "bfloat16",
         torch_compile=recipe.compile,
-        activation_checkpointing=recipe.checkpointing,
+        gradient_checkpointing=recipe.checkpointing or None,  # the name before transformers 5.23, too
         seed=recipe.seed,
         train_sampling_strategy="sequential",  # `Shuffled` has the order
         eval_strategy="steps" if recipe.validation_rows else "no",
