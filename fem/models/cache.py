@@ -17,10 +17,12 @@ from transformers.cache_utils import (
     LinearAttentionAndStaticFullAttentionLayer,
     StaticLayer,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fem.mixer import FreeEnergyMixer
 from fem.state import MixerState
 
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"  # until transformers 5.24
 RECORDED = 64  # states kept at most; drafts of assisted decoding are shorter
 
 
@@ -156,6 +158,13 @@ class FixedMemory(MixerMemory):
 
     def activate_past_recording(self) -> None:
         raise ValueError("a static cache keeps no past states, which assisted decoding asks for; use a dynamic one.")
+
+
+def given_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
+    """The cache of a call, by either of transformers' names for it. Raises ValueError on two."""
+    if past_key_values is not None and cache is not None:
+        raise ValueError("the cache is given twice, as past_key_values and as cache; leave one out.")
+    return cache if past_key_values is None else past_key_values
 
 
 def memory_of(cache: Cache, layer: int, fixed: bool = False) -> MixerMemory:

@@ -61,7 +61,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     """
 
     model_type = "fem"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (the name and the type are transformers')
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  (the name and the type are transformers')
     auto_map = {  # noqa: RUF012
         "AutoConfig": "FEMConfig",
         "AutoModel": "FEMModel",

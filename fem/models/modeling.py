@@ -30,7 +30,7 @@ from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.mlp import SwiGLU
 from fem.models.arguments import SAID_BY_POSITIONS, check_names, is_of_tokens, mask_of_new_tokens, read_documents
-from fem.models.cache import FEMCache, memory_of, place_beside_keys
+from fem.models.cache import CACHE, FEMCache, given_cache, memory_of, place_beside_keys
 from fem.models.configuration import FEMConfig
 from fem.models.engines.attention import EXACT, attend
 from fem.models.engines.inputs import KEPT, WRITTEN, documents_of, masks_of, positions_of, tokens_in, tokens_read_by
@@ -69,9 +69,10 @@ class FEMBlock(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         position_ids: Tensor | None = None,
         tokens: Tokens = PLAIN,
+        cache: Cache | None = None,
         **keywords,
     ) -> Float[Tensor, "b t d"]:
-        y = self.mixer_norm(x)
+        past_key_values, y = given_cache(past_key_values, cache), self.mixer_norm(x)
         if self.attends and position_ids is not None:
             keywords |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
             kept = past_key_values is not None and self.mixer.conditioner is not None
@@ -98,7 +99,7 @@ class FEMPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
     _no_split_modules = ["FEMBlock"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": FEMBlock}  # noqa: RUF012
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _is_stateful = False  # a cache that records its past can forget the last tokens
@@ -180,8 +181,10 @@ class FEMModel(FEMPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         segment_ids: Tensor | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
+        past_key_values = given_cache(past_key_values, cache)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"give input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}.")
         if kwargs.get("output_attentions"):
@@ -215,8 +218,8 @@ class FEMModel(FEMPreTrainedModel):
             told = {"attention_mask": masks, "position_ids": position_ids, "tokens": tokens, **kwargs}
 
         for block in self.layers:
-            x = block(x, past_key_values=past_key_values, **told)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+            x = block(x, **{CACHE: past_key_values}, **told)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: past_key_values})
 
     def _wants_cache(self, use_cache: bool | None) -> bool:
         return self.config.use_cache and not self.training if use_cache is None else use_cache
@@ -258,7 +261,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *sizes) -> None:
         """Prepare transformers' cache; in the exact form a FEMCache takes the place of a dynamic one."""
-        exact, given = self.config._attn_implementation == EXACT, model_kwargs.get("past_key_values") is not None
+        exact, given = self.config._attn_implementation == EXACT, model_kwargs.get(CACHE) is not None
         kind = generation_config.cache_implementation or "dynamic"
         dynamic, fixed = kind.startswith("dynamic"), all(block.has_fixed_state for block in self.model.layers)
         if exact and not dynamic and not (fixed and kind == "static"):
@@ -275,8 +278,8 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
                 'call model.set_attn_implementation("exact") first.'
             )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
-        if exact and dynamic and not given and model_kwargs.get("past_key_values") is not None:
-            cache = model_kwargs["past_key_values"] = FEMCache(self.config.num_hidden_layers)
+        if exact and dynamic and not given and model_kwargs.get(CACHE) is not None:
+            cache = model_kwargs[CACHE] = FEMCache(self.config.num_hidden_layers)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
@@ -288,9 +291,10 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         return super().init_continuous_batching(*args, **kwargs)
 
     def create_masks_for_generate(
-        self, config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **options
+        self, config, inputs_embeds, attention_mask, past_key_values=None, position_ids=None, cache=None, **options
     ):
         """What a compiled step reads as its mask: that of the new tokens, and an engine's of pairs."""
+        past_key_values = given_cache(past_key_values, cache)
         kept = attention_mask if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
         if config._attn_implementation == EXACT:
             return kept
@@ -322,8 +326,10 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor | None = None,
         segment_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
+        past_key_values = given_cache(past_key_values, cache)
         shift_labels = kwargs.pop("shift_labels", None)  # not by name, or the Trainer looks for it in its batches
         trained = labels is not None or shift_labels is not None
         tokens = input_ids if inputs_embeds is None else inputs_embeds
@@ -348,7 +354,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
         )
 

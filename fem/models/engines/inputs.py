@@ -9,6 +9,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from fem.models.arguments import is_of_tokens, mask_of_new_tokens, read_documents
+from fem.models.cache import CACHE
 from fem.models.engines.attention import EXACT
 from fem.models.engines.obstacles import FULL, SLIDING
 from fem.ops.common.tokens import PLAIN, Tokens, read_tokens
@@ -113,5 +114,5 @@ def masks_of(
     if isinstance(attention_mask, dict):
         return attention_mask
     make = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
-    options = {"attention_mask": attention_mask, "past_key_values": cache, "position_ids": position_ids}
+    options = {"attention_mask": attention_mask, CACHE: cache, "position_ids": position_ids}
     return {kind: make[kind](config=config, inputs_embeds=x, **options) for kind in kinds}

@@ -32,7 +32,8 @@ QUERIES = (  # the projections that make queries, keys and values: three maps, t
 SINKS = "sinks"  # scores of a key with value 0, one for every head
 SWAPPED = ({"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"}, {"c_attn"})  # a mixer may stand in their place
 ARGUMENTS = {  # what the attention is called with, where a MixerAttention may stand in its place
-    *("hidden_states", "attention_mask", "position_embeddings", "position_ids", "past_key_values", "layer_past"),
+    *("hidden_states", "attention_mask", "position_embeddings", "position_ids", "past_key_values", "cache"),
+    "layer_past",
     *("key_value_states", "encoder_hidden_states", "encoder_attention_mask", "output_attentions", "use_cache"),
     "kwargs",
 }
