@@ -12,7 +12,7 @@ import transformers
 from small_models import VOCABULARY, lively, small_config, tokens
 
 from fem.models import FEMForCausalLM
-from fem.models.cache import FEMCache
+from fem.models.cache import CACHE, FEMCache
 
 CUTS = [(0, 5), (5, 6), (6, 12)]
 LENGTHS = torch.tensor([end - start for start, end in CUTS])
@@ -31,6 +31,21 @@ for of_labels in ("input_ids", "labels"):
 @pytest.fixture(params=["softmax", "gla"])
 def model(request) -> FEMForCausalLM:
     return lively(FEMForCausalLM(small_config(prior_type=request.param)))
+
+
+@pytest.mark.parametrize("attention", ["exact", "sdpa"])
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_the_cache_has_either_name_of_transformers(model, name, attention):
+    if attention == "sdpa" and model.config.prior_type != "softmax":
+        pytest.skip("scans are read in their exact form alone")
+    model.set_attn_implementation(attention)
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        cache = getattr(model(ids[:, :5], use_cache=True), CACHE)
+        later = model(ids[:, 5:], **{name: cache})
+        torch.testing.assert_close(later.logits, model(ids).logits[:, 5:])
+        with pytest.raises(ValueError, match="given twice"):
+            model(ids[:, 5:], past_key_values=cache, cache=cache)
 
 
 def separate(model, ids):
