@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -160,8 +161,14 @@ class FixedMemory(MixerMemory):
         raise ValueError("a static cache keeps no past states, which assisted decoding asks for; use a dynamic one.")
 
 
-def given_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
-    """The cache of a call, by either of transformers' names for it. Raises ValueError on two."""
+def given_cache(past_key_values: Cache | None, cache: Any, keywords: dict) -> Cache | None:
+    """The cache of a call, by either of transformers' names for it. Raises ValueError on two.
+
+    Continuous batching's pages are no such cache: they go to the keywords, which an engine's attention reads.
+    """
+    if cache is not None and not isinstance(cache, Cache):
+        keywords["cache"] = cache
+        return past_key_values
     if past_key_values is not None and cache is not None:
         raise ValueError("the cache is given twice, as past_key_values and as cache; leave one out.")
     return cache if past_key_values is None else past_key_values

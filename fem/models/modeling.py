@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,10 +70,10 @@ class FEMBlock(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         position_ids: Tensor | None = None,
         tokens: Tokens = PLAIN,
-        cache: Cache | None = None,
+        cache: Any = None,
         **keywords,
     ) -> Float[Tensor, "b t d"]:
-        past_key_values, y = given_cache(past_key_values, cache), self.mixer_norm(x)
+        past_key_values, y = given_cache(past_key_values, cache, keywords), self.mixer_norm(x)
         if self.attends and position_ids is not None:
             keywords |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
             kept = past_key_values is not None and self.mixer.conditioner is not None
@@ -181,10 +182,10 @@ class FEMModel(FEMPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         segment_ids: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Any = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        past_key_values = given_cache(past_key_values, cache)
+        past_key_values = given_cache(past_key_values, cache, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"give input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}.")
         if kwargs.get("output_attentions"):
@@ -218,7 +219,7 @@ class FEMModel(FEMPreTrainedModel):
             told = {"attention_mask": masks, "position_ids": position_ids, "tokens": tokens, **kwargs}
 
         for block in self.layers:
-            x = block(x, **{CACHE: past_key_values}, **told)
+            x = block(x, **{CACHE: past_key_values} | told)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: past_key_values})
 
     def _wants_cache(self, use_cache: bool | None) -> bool:
@@ -294,7 +295,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         self, config, inputs_embeds, attention_mask, past_key_values=None, position_ids=None, cache=None, **options
     ):
         """What a compiled step reads as its mask: that of the new tokens, and an engine's of pairs."""
-        past_key_values = given_cache(past_key_values, cache)
+        past_key_values = given_cache(past_key_values, cache, options)
         kept = attention_mask if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
         if config._attn_implementation == EXACT:
             return kept
@@ -326,10 +327,10 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor | None = None,
         segment_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        cache: Cache | None = None,
+        cache: Any = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        past_key_values = given_cache(past_key_values, cache)
+        past_key_values = given_cache(past_key_values, cache, kwargs)
         shift_labels = kwargs.pop("shift_labels", None)  # not by name, or the Trainer looks for it in its batches
         trained = labels is not None or shift_labels is not None
         tokens = input_ids if inputs_embeds is None else inputs_embeds

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import Cache
 
+from fem.models.cache import CACHE
 from fem.ops.common.read import Read
 from fem.ops.softmax.cached import REACH, fixed_packing, pack, unpack
 from fem.ops.softmax.packing import Packing
@@ -47,6 +48,8 @@ def attend(
     q, k, values = (F.pad(x, (0, head - x.shape[3])).transpose(1, 2) for x in (q, k, values))
     if past_key_values is not None:
         k, values = past_key_values.update(k, values, block.layer_idx)
+    if CACHE == "cache" and "cache" in keywords:  # pages, which the attentions of older versions write themselves
+        k, values = keywords.pop("cache").update(k, values, block.layer_idx, kwargs=keywords)
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask[block.kind]
     keywords["sliding_window"] = block.sliding_window

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from fem.mixer import FreeEnergyMixer
-from fem.models.cache import given_cache, memory_of
+from fem.models.cache import memory_of
 from fem.models.surgery.masks import OTHERWISE, check_mask, tokens_of
 
 
@@ -37,7 +37,7 @@ class MixerAttention(nn.Module):
         **kwargs,
     ) -> tuple[Float[Tensor, "b t d"], None]:
         time, causal, keep, segments = hidden_states.shape[1], self.mixer.config.causal, None, None
-        past_key_values = given_cache(given_cache(past_key_values, layer_past), cache)
+        past_key_values = next((one for one in (past_key_values, layer_past, cache) if one is not None), None)
         check_mask(attention_mask, time, kwargs)
         if attention_mask is not None:
             keep, segments = tokens_of(attention_mask, time, causal)
