@@ -33,13 +33,11 @@ def model(request) -> FEMForCausalLM:
     return lively(FEMForCausalLM(small_config(prior_type=request.param)))
 
 
-@pytest.mark.parametrize("attention", ["exact", "sdpa"])
+@pytest.mark.parametrize("prior, attention", [("softmax", "exact"), ("softmax", "sdpa"), ("gla", "exact")])
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
-def test_the_cache_has_either_name_of_transformers(model, name, attention):
-    if attention == "sdpa" and model.config.prior_type != "softmax":
-        pytest.skip("scans are read in their exact form alone")
+def test_the_cache_has_either_name_of_transformers(name, prior, attention):
+    model, ids = lively(FEMForCausalLM(small_config(prior_type=prior))), tokens(2, 9)
     model.set_attn_implementation(attention)
-    ids = tokens(2, 9)
     with torch.no_grad():
         cache = getattr(model(ids[:, :5], use_cache=True), CACHE)
         later = model(ids[:, 5:], **{name: cache})
