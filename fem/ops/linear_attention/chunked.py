@@ -45,7 +45,7 @@ class _LinearScan(SlabScan):
         return None if found is None else (*found, 0)
 
     def size(self, x):
-        chunk, rows = _chunk_tokens(x.v.device), torch.sym_max(1, x.v.shape[0] * x.v.shape[2])
+        chunk, rows = _chunk_tokens(x.k), torch.sym_max(1, x.v.shape[0] * x.v.shape[2])
         return chunk * torch.sym_max(1, TOKENS_AT_A_TIME // (rows * chunk))
 
     def rough(self, x):
@@ -55,7 +55,8 @@ class _LinearScan(SlabScan):
 
     def _in_chunks(self, memory: Terms, x: LinearInputs) -> tuple[Terms, Terms, int] | None:
         """`slab`; chunks in doubt are read token by token, and none is where a memory is in doubt."""
-        cut = LinearInputs(*map(_chunks, (x.q, x.k, decay(x), None, x.v, x.f)), x.beta)
+        chunk = _chunk_tokens(x.k)
+        cut = LinearInputs(*(_chunks(part, chunk) for part in (x.q, x.k, decay(x), None, x.v, x.f)), x.beta)
         q, k, g, _, v, f = (None if part is None else part.permute(0, 3, 1, 2, 4) for part in cut[:-1])
         rate = x.beta.unsqueeze(1)
         shift, fall = _shifts(memory, k, f, rate)
@@ -96,16 +97,16 @@ class _LinearScan(SlabScan):
 LINEAR_SCAN = _LinearScan()
 
 
-def _chunk_tokens(device: torch.device) -> int:
-    """On a CPU the scores within chunks stay in the cache, of many small heads too; elsewhere launches count chunks."""
-    return 32 if device.type == "cpu" else 64
+def _chunk_tokens(k: Float[Tensor, "b t h d"]) -> int:
+    """On a CPU the scores within chunks of many narrow heads would leave the cache; elsewhere launches count chunks."""
+    return 32 if k.device.type == "cpu" and k.shape[-1] <= 32 else 64
 
 
-def _chunks(x: Float[Tensor, "b t h d"] | None) -> Float[Tensor, "b n c h d"] | None:
+def _chunks(x: Float[Tensor, "b t h d"] | None, chunk: int) -> Float[Tensor, "b n c h d"] | None:
     """The tokens in chunks of C, the last filled up with 0."""
     if x is None:
         return None
-    size = min(_chunk_tokens(x.device), x.shape[1])
+    size = min(chunk, x.shape[1])
     return F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
 
 
