@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 
 SMALLEST = 1.1754943508222875e-38  # the smallest normal float32; smaller numbers may be flushed to 0
@@ -37,3 +37,9 @@ def unknown_field(owner: str, name: str, value, known: Collection[str]) -> TypeE
     near = " or ".join(map(repr, difflib.get_close_matches(name, known, 2)))
     hint = f"did you mean {near}?" if near else f"known fields: {', '.join(known)}."
     return TypeError(f"{owner} has no field {name!r} (got {name}={value!r}); {hint}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence that refuses a name: "; did you mean fem-sm-tiny?", or "." where none is near."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else "."

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import field
-from difflib import get_close_matches
 from typing import Any
 
 
@@ -49,9 +48,3 @@ def require_some_of(name: str, values: Sequence[str], known: Collection[str]) ->
     unknown = [value for value in values if value not in known]
     if unknown or not values:
         raise ValueError(f"{name} must be from {', '.join(known)}; got {', '.join(map(repr, unknown)) or 'none'}.")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence that refuses a name: "; did you mean fem-sm-tiny?", or "." where none is near."""
-    near = get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]}?" if near else "."

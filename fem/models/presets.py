@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from difflib import get_close_matches
 
 import torch
 
+from fem.checks import nearest
 from fem.config import MLPS, paper_fields, slim_fields, split_fields
 from fem.models.configuration import FEMConfig
 from fem.models.modeling import FEMBlock
@@ -67,10 +67,9 @@ def preset(name: str, *, mlp: str = "narrowed", **changes) -> FEMConfig:
 def check_preset(name: str) -> None:
     """Raises ValueError where no preset has this name."""
     if name not in PRESETS:
-        near = "".join(f"; did you mean {known}?" for known in get_close_matches(name, PRESETS, 1)) or "."
         raise ValueError(
             f"preset must be one of FAMILY-SIZE with a family of {', '.join(FAMILIES)} and a size of "
-            f"{', '.join(SIZES)}; got {name!r}{near}"
+            f"{', '.join(SIZES)}; got {name!r}{nearest(name, PRESETS)}"
         )
 
 

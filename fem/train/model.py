@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from fem.checks import nearest
 from fem.extras import how_to_install
 from fem.models import FEMConfig, FEMForCausalLM, preset
 from fem.models.presets import SIZES
 from fem.provenance import read_json
-from fem.recipes import nearest
 
 if TYPE_CHECKING:
     from fem.train.recipe import TrainRecipe

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from jaxtyping import Int64
 
-from fem.recipes import nearest
+from fem.checks import nearest
 
 IGNORED = -100
 SPLITS = ("train", "test")
