@@ -18,6 +18,7 @@ from transformers.cache_utils import (
     LinearAttentionAndStaticFullAttentionLayer,
     StaticLayer,
 )
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fem.mixer import FreeEnergyMixer
@@ -164,9 +165,10 @@ class FixedMemory(MixerMemory):
 def given_cache(past_key_values: Cache | None, cache: Any, keywords: dict) -> Cache | None:
     """The cache of a call, by either of transformers' names for it. Raises ValueError on two.
 
-    Continuous batching's pages are no such cache: they go to the keywords, which an engine's attention reads.
+    Continuous batching's pages are no such cache: they go to the keywords, which an engine's attention reads. What is
+    neither is returned, for `tokens_in` to refuse.
     """
-    if cache is not None and not isinstance(cache, Cache):
+    if isinstance(cache, PagedAttentionCache):
         keywords["cache"] = cache
         return past_key_values
     if past_key_values is not None and cache is not None:

@@ -211,10 +211,14 @@ def test_what_cannot_hold_the_conditioners_state_is_refused(call):
 
 
 @pytest.mark.usefixtures("as_users_run")
-def test_what_is_no_cache_is_refused_by_its_type():
+@pytest.mark.parametrize("attention", ["exact", "sdpa"])
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_what_is_no_cache_is_refused_by_its_type(name, attention):
     """Older releases of transformers took keys and values as tuples; their numbers don't belong into an error."""
+    model = small_model()
+    model.set_attn_implementation(attention)
     with pytest.raises(TypeError, match="got a tuple; leave it out"):
-        small_model()(tokens(1, 4), past_key_values=((torch.zeros(1, 2, 3, 4),) * 2,))
+        model(tokens(1, 4), **{name: ((torch.zeros(1, 2, 3, 4),) * 2,)})
 
 
 @pytest.mark.parametrize("engine", ["sdpa", "eager"])
