@@ -51,9 +51,11 @@ def curves_of(config: Mapping, results: Mapping) -> Iterator[Row]:
                 own = {"step": point["step"], "loss": point["val_loss"], "seconds": point["seconds"]}
                 yield {"mixer": display(name), "seed": seed} | own
     for name, seeds in results.get("curves", {}).items() if config["experiment"] != "demo" else ():
+        rate = {"rate": results["ablate"][name]["learning_rate"]} if "ablate" in results else {}
         for seed, points in enumerate(seeds, start=config["recipe"]["seed"]):
             for point in points:
-                yield {"mixer": display(name), "seed": seed} | point
+                own = {field: value for field, value in point.items() if field != "tokens"}  # as many in every step
+                yield {"mixer": display(name), "seed": seed} | rate | own
 
 
 def _made(config: Mapping) -> Row:

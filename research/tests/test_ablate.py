@@ -159,6 +159,8 @@ def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeyp
         assert len(record) == lines
         last = [float(row[field]) for row in record if row.get(field) and row.get("step", "3") == "3"]
         assert last == results["attention+L"]["loss"]
+    assert {float(row["rate"]) for row in record} == {results["attention+L"]["learning_rate"]}  # of every point
+    assert "tokens" not in record[0]
     for picture in ("scores.png", "curves.png"):
         assert (tmp_path / "run" / picture).read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
