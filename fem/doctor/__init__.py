@@ -19,10 +19,8 @@ WHY = {
 
 
 def devices() -> list[dict]:
-    """Every device that torch can use here, the backend that computes a softmax read on it, and why."""
+    """Every device here that a layer runs on, the backend that computes a softmax read on it, and why."""
     names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    if torch.backends.mps.is_available():
-        names.append("mps")
     backends = {name: softmax_backend("auto", torch.device(name), torch.float32) for name in names}
     return [{"device": name, "what": _what(name), "reads by": by, "because": WHY[by]} for name, by in backends.items()]
 

@@ -74,8 +74,9 @@ WRONG = {  # by command: what is typed, and how the sentence begins
         "--weight-decays nan": "--weight-decays must be numbers of 0 or more",
     },
     "plan": {
-        "--gpus 512 --context 128 --tokens 1024": "a step has",
-        "--gpus 6 --tensor 4": "--gpus must be a multiple of tensor x --rows-over = 4 x 1, got 6",
+        "--gpus 512 --context 128 --tokens 1024": "a step has 8 rows of 128 tokens, which 512 groups of GPUs "
+        "cannot share; lower --gpus = 512 or --micro = 1, or raise --tensor = 1 or --rows-over = 1.",
+        "--gpus 6 --tensor 4": "--gpus must be a multiple of --tensor = 4 times --rows-over = 1, got 6",
         "--size tiny --tensor 8": "--tensor must divide the number of heads, got 8",
         "--context 100": "--context must divide the",
         "--rows-over 8 --context 4": "--context must be a multiple of --rows-over = 8, got 4",
@@ -94,7 +95,7 @@ WRONG = {  # by command: what is typed, and how the sentence begins
     "vision": {
         "--patch-size 3": "--patch-size must divide --image-size = 8, got 3.",
         "--channels 2": "--channels must be 1 (grey) or 3 (RGB), got 2.",
-        "--mixup 0.8": "--mixup and cutmix need --recipe = deit, got 0.8 and 0.0 in plain.",
+        "--mixup 0.8": "--mixup = 0.8 and --cutmix = 0.0 need --recipe = deit, got plain.",
         "--recipe deit": "--recipe deit needs --channels = 3 and an even --batch-size, got 1 and 64.",
         "--stream": "--stream needs a dataset of the hub (OWNER/NAME), got --data = 'digits'.",
         "--min-area 0": "--min-area must lie in (0, 1], got 0.0.",

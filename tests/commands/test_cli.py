@@ -187,6 +187,12 @@ def test_doctor_tells_versions_devices_and_packages(monkeypatch):
     assert re.search(r"lm +│ +2 │ installed", shown.output)
 
 
+def test_doctor_names_no_device_that_a_layer_does_not_run_on(monkeypatch):
+    """Apple's has no float64, in which rotary angles are computed."""
+    monkeypatch.setattr(doctor.torch.backends.mps, "is_available", lambda: True)
+    assert "mps" not in [row["device"] for row in doctor.devices()]
+
+
 WRITERS = [name for name in cli.commands() if name not in ("generate", "plan")]
 NEEDS = {"train": "--data data.txt", "eval": "--model m --tasks t", "inspect": "--model m --text a", "doctor": "--gpu"}
 

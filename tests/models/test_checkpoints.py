@@ -225,6 +225,8 @@ def test_load_replaced_wants_a_replaced_model(tmp_path):
     HOSTS["gpt2"]().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="from_pretrained"):
         load_replaced(tmp_path)
+    with pytest.raises(ValueError, match=r"folder must be a folder, got no such one: .*nowhere"):
+        load_replaced(tmp_path / "nowhere")
 
 
 def test_adapters_come_after_the_replacement():

@@ -155,9 +155,12 @@ def load_replaced(
     with output_loading_info=True the report of what was loaded is behind the model, as there.
 
     architecture: the original's class, where transformers and its Auto classes do not know it. The Auto classes open
-    such a folder as well; the original's class refuses it. Raises ValueError on a model saved without the free energy.
+    such a folder as well; the original's class refuses it. Raises ValueError on a model saved without the free energy,
+    and on what is no folder here.
     """
-    saved, _ = PreTrainedConfig.get_config_dict(folder) if Path(folder).is_dir() else ({}, {})
+    if not Path(folder).is_dir():
+        raise ValueError(f"folder must be a folder, got no such one: {str(folder)!r}; an Auto class opens the hub's.")
+    saved, _ = PreTrainedConfig.get_config_dict(folder)
     if not saved.get(RECORD):
         raise ValueError(
             f"folder must hold a model saved after replace_attention, got {str(folder)!r}; use from_pretrained."

@@ -140,10 +140,8 @@ def _as_bool(mask: Tensor, name: str) -> Tensor:
         )
     if mask.dtype == torch.bool:
         return mask
-    if may_look(mask) and bool(((mask != 0) & (mask != 1)).any()):
-        raise ValueError(
-            f"{name} must hold 0 and 1 only, got values up to {int(mask.max())}; for documents use segment_ids."
-        )
+    if may_look(mask) and bool((wrong := (mask != 0) & (mask != 1)).any()):
+        raise ValueError(f"{name} must hold 0 and 1 only, got {int(mask[wrong][0])}; for documents use segment_ids.")
     return mask.bool()
 
 

@@ -59,7 +59,8 @@ class Job:
             raise ValueError(f"context must divide the {self.tokens} tokens of a step, got {self.context}.")
         if self.gpus % (self.tensor * self.rows_over):
             raise ValueError(
-                f"gpus must be a multiple of tensor x rows_over = {self.tensor} x {self.rows_over}, got {self.gpus}."
+                f"gpus must be a multiple of tensor = {self.tensor} times rows_over = {self.rows_over}, "
+                f"got {self.gpus}."
             )
         if self.tensor > 1:
             from fem.models.presets import preset
@@ -71,7 +72,8 @@ class Job:
         if self.rows % (self.groups * self.micro):
             raise ValueError(
                 f"a step has {self.rows} rows of {self.context} tokens, which {self.groups} groups of GPUs cannot "
-                f"share with {self.micro} at a time; raise tensor or rows_over, or lower micro or gpus."
+                f"share; lower gpus = {self.gpus} or micro = {self.micro}, "
+                f"or raise tensor = {self.tensor} or rows_over = {self.rows_over}."
             )
 
     @property

@@ -76,7 +76,7 @@ class VisionRecipe:
         require_one_of("mlp", self.mlp, MLPS)
         require_one_of("recipe", self.recipe, RECIPES)
         if self.recipe == "plain" and (self.mixup or self.cutmix):
-            raise ValueError(f"mixup and cutmix need recipe = deit, got {self.mixup} and {self.cutmix} in plain.")
+            raise ValueError(f"mixup = {self.mixup} and cutmix = {self.cutmix} need recipe = deit, got plain.")
         if self.recipe == "deit" and (self.channels != 3 or self.batch % 2):
             raise ValueError(
                 f"recipe deit needs channels = 3 and an even batch_size, got {self.channels} and {self.batch}."
