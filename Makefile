@@ -1,18 +1,19 @@
 # The two commands of the README are `make demo` and `make test`; both install what they need into .venv first.
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
+BIN = $(VENV)/bin
 VLLM := .venv-vllm
 TITAN := .venv-titan
 STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-baselines test-deit test-slow test-all test-docs mutants fuzz docs notebooks types lint chaos suite clients bench card card-day clean
+.PHONY: help install demo test test-baselines test-deit test-slow test-all test-oldest test-newest test-docs mutants fuzz docs notebooks types lint chaos suite clients bench card card-day clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
 	@echo "make test      the fast tests        make test-all   fast and slow tests"
+	@echo "make test-oldest, make test-newest  the fast tests with the ends of pyproject.toml's ranges (an environment of 6 GB each)"
 	@echo "make test-vllm the same tokens from vLLM as from transformers, in an environment of its own (10 minutes)"
 	@echo "make test-titan trainings in torchtitan against plain ones, in an environment of its own (15 minutes)"
 	@echo "make test-deit   DeiT's recipe by timm, which is installed beside the environment (a minute)"
@@ -46,6 +47,17 @@ test-slow: install
 	$(PYTEST) -m slow
 
 test-all: test test-slow
+
+# constraints.txt pins what `make test` runs with; these take the two ends of pyproject.toml's ranges, an environment each.
+test-oldest: VENV := .venv-oldest
+test-oldest: INSTALL = uv pip install --python $(BIN)/python --resolution lowest-direct
+test-newest: VENV := .venv-newest
+test-newest: INSTALL = python -m pip install --upgrade --upgrade-strategy eager
+test-oldest test-newest:
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@$(BIN)/$(INSTALL) --quiet --editable '.[dev]' --editable ./research
+	$(PYTEST) -m "not slow"
 
 test-docs: install
 	$(PYTEST) tests/docs

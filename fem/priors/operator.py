@@ -86,7 +86,7 @@ class OperatorPrior(Prior):
             return Read(mean.to(dtype), None), None
         kept = torch.ones_like(v, dtype=torch.bool) if tokens.keep is None else tokens.keep[..., None, None]
         shift = v.detach().masked_fill(~kept, -math.inf).amax(1, keepdim=True).nan_to_num(neginf=0.0)
-        z = (beta * (v - shift)).clamp(max=0).masked_fill(~kept, 0)
+        z = (beta * (v - shift)).masked_fill(~kept, 0)
         near = (z.detach() > -SMALL_SPAN).all(1, keepdim=True)  # where e^z - 1 keeps the digits of a small beta
         energy = self._over_documents(torch.where(near, z.expm1(), z.exp()), tokens)
         _check_weights(torch.where(near, weight + energy, energy), weight)

@@ -151,9 +151,9 @@ def test_angles_that_no_layer_turns_by_are_refused(fields):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"rope_frequencies": [1.0, 0.1, 0.01]}, r"one number for each of the 2 planes of a head, got 3"),
-        ({"rope_frequencies": [1.0, 0.1], "use_rope": False}, "rope_frequencies needs use_rope=True"),
-        ({"rope_frequencies": [1.0, 0.1], "prior_type": "mamba"}, "rope_frequencies needs prior_type="),
+        ({"rope_frequencies": (1.0, 0.1, 0.01)}, r"one number for each of the 2 planes of a head, got 3"),
+        ({"rope_frequencies": (1.0, 0.1), "use_rope": False}, "rope_frequencies needs use_rope=True"),
+        ({"rope_frequencies": (1.0, 0.1), "prior_type": "mamba"}, "rope_frequencies needs prior_type="),
         ({"rope_factor": 0.0}, "rope_factor must be positive"),
     ],
 )
