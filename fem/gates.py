@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.backend import by_kernels, differentiated, transformed
 from fem.ops.common.operator import again_differentiable
-from fem.ops.common.precision import upcast
+from fem.ops.common.precision import softplus, upcast
 from fem.ops.common.read import Read
 from fem.optim import mark_undecayed
 from fem.projection import Projection
@@ -36,7 +36,7 @@ class Temperature(nn.Module):
         nn.init.zeros_(self.theta)
 
     def forward(self) -> Tensor:
-        return F.softplus(upcast(self.theta) + self.start)
+        return softplus(self.theta, self.start)
 
 
 class SlimProjection(nn.Module):

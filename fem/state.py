@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 CACHED = ("key", "value")  # tokens of a cache, in the dtype of the layer's input; all other sums are float32 at least
@@ -24,21 +24,19 @@ _SLACK = 1.125  # a view is copied where the storage that it keeps alive has mor
 class CachePosition:
     """The place of each row of a batch after the tokens seen so far.
 
-    position: the position that the next kept token of the row's document takes.
+    position: the position that the next kept token of the row's document takes; 0 before the row's first kept token.
     document: how many documents ended in the row.
-    segment: the segment id of the row's last kept token; meaningful where `started`.
-    started: whether the row has seen a kept token.
+    segment: the segment id of the row's last kept token; meaningful once there was one.
     """
 
     position: Int[Tensor, " b"]
     document: Int[Tensor, " b"]
     segment: Int[Tensor, " b"]
-    started: Bool[Tensor, " b"]
 
     @classmethod
     def zero(cls, batch: int, device: torch.device | str) -> CachePosition:
         none = torch.zeros(batch, dtype=torch.long, device=device)
-        return cls(position=none, document=none, segment=none, started=none.bool())
+        return cls(position=none, document=none, segment=none)
 
 
 @dataclass(frozen=True)

@@ -173,12 +173,11 @@ def _go_on(ring: _Ring, mixer: FreeEnergyMixer, args: tuple, kwargs: dict) -> tu
     x = call["x"]
     cache_position = CachePosition.zero(x.shape[0], x.device)
     if not ring.first:
-        position, document, segment, started = ring.receive(cache_position.position.new_empty(4, x.shape[0]), -1)
-        cache_position = CachePosition(position, document, segment, started.bool())
+        cache_position = CachePosition(*ring.receive(cache_position.position.new_empty(3, x.shape[0]), -1))
     if not ring.last:
         marks = call.get("attention_mask"), call.get("segment_ids")
         _, after = read_tokens(tuple(x.shape[:2]), x.device, *marks, cache_position)
-        ring.send(torch.stack([after.position, after.document, after.segment, after.started]), 1)
+        ring.send(torch.stack([after.position, after.document, after.segment]), 1)
     return (), call | {"state": MixerState(mixer.kind, x.dtype, {}, None, cache_position)}
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.config import FreeEnergyMixerConfig
-from fem.ops.common.backend import plain_tensors
+from fem.ops.common.backend import by_kernels, plain_tensors
 from fem.ops.common.precision import upcast
 from fem.ops.linear_attention.linear_attention_read import by_kernels_of_fla, linear_attention_read
 from fem.prior_table import ROWS, gla_decay_width
@@ -47,6 +47,11 @@ class FeatureMapPrior(Prior):
 
             frequency = self._frequency(config.key_width, q.device) if config.use_rope else None
             return features(q, k, position, frequency, config.rope_factor, config.eps)
+        if q.shape[1] == 1 and config.use_rope and by_kernels(q, k):
+            from fem.ops.common.token_kernels import rotated_token
+
+            turn = position, self._frequency(config.key_width, q.device), config.rope_factor
+            return tuple(rotated_token((q, k), *turn, config.eps))
         q, k = (F.relu(x) + config.eps for x in self.rotated((upcast(q), upcast(k)), position))
         return (q.bfloat16(), k.bfloat16()) if rounds else (q, k)
 

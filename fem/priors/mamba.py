@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.ops.common.precision import upcast, without_autocast
+from fem.ops.common.backend import by_kernels
+from fem.ops.common.precision import softplus, upcast, without_autocast
 from fem.ops.common.read import read_free, read_of, rounded
 from fem.ops.ssm.mix_channels import mix_channels
 from fem.ops.ssm.ssm_read import ssm_read, ssm_terms
@@ -53,8 +54,13 @@ class SelectiveSSM(nn.Module):
 
         Features far out make a softplus underflow to 0 in float32, while its logarithm is still exact.
         """
-        both = torch.cat([self.b(features), self.c(features)], -1)  # of which every launch is one for both
-        logits = upcast(self.delta(features)).unflatten(-1, self.d.shape), upcast(both)
+        delta, b, c = (project(features) for project in (self.delta, self.b, self.c))
+        delta = delta.unflatten(-1, self.d.shape)
+        if features.shape[1] == 1 and by_kernels(delta, b, c, self.a, self.d):
+            from fem.ops.ssm.ssm_token import ssm_numbers  # by Triton, which the library does not require
+
+            return ssm_numbers(delta, self.a, b, c, self.d)
+        logits = upcast(delta), upcast(torch.cat([b, c], -1))  # of which every launch is one for both
         delta, both = numbers = [F.softplus(x) for x in logits]
         log_delta, log_both = map(_log_softplus, logits, numbers)
         a, d = F.softplus(upcast(self.a)), F.softplus(upcast(self.d))
@@ -115,7 +121,7 @@ class InteractiveMambaPrior(Prior):
         rate = rate.unsqueeze(-1).expand(-1, v.shape[-1]) if f is v else rate
         terms, after = self._terms(features, v, f, rate, tokens, memory)
         with without_autocast(v.device):
-            terms = mix_channels(F.softplus(upcast(self.mixing)), terms, rate)
+            terms = mix_channels(softplus(self.mixing), terms, rate)
         read = rounded(read_of(terms, rate, self.config.normalize), v.dtype, beta)
         return read, None if memory is None else after
 

@@ -12,11 +12,22 @@ import torch
 from layers import FAMILIES, SPLIT, make_layer, tokens
 from reads import KEYED, by_definition, documents_of, make, relative
 
+from fem.ops.common import precision, token_kernels
+from fem.ops.common.read import Terms
 from fem.ops.linear_attention import chunked, linear_token
+from fem.ops.linear_attention.linear_log_space import LinearInputs, linear_step
 from fem.ops.ssm import mix_channels, mix_token, ssm_read, ssm_token
+from fem.priors import linear_attention, mamba
 
 torch.set_num_threads(1)
-KERNELS = linear_token, ssm_token, mix_token
+KERNELS = {
+    "linear_token": linear_token,
+    "ssm_token": ssm_token,
+    "ssm_numbers": ssm_token,
+    "mix_token": mix_token,
+    "rotated_token": token_kernels,
+    "softplus": token_kernels,
+}
 taken = []  # the kernels that ran
 CASES = {
     "one by one": {},
@@ -83,11 +94,23 @@ def of_layer(**fields) -> float:
     return relative(found[1], found[0])
 
 
+def of_16_bits() -> float:
+    """Keys and values in bfloat16 beside the same numbers in float32; what is read is in bfloat16, too."""
+    torch.manual_seed(0)
+    q, k, v, f = (torch.rand(2, 1, 3, width).bfloat16() for width in (4, 4, 5, 6))
+    g, beta = -torch.rand(2, 1, 3, 1), torch.rand(3, 6) + 0.5
+    memory = Terms(*(torch.randn(2, 3, 4, width) for width in (1, 5, 6)))
+    found = linear_token.linear_token(memory, LinearInputs(q, k, g, None, v, f, beta))
+    wanted = linear_step(memory, LinearInputs(q.float(), k.float(), g, None, v.float(), f.float(), beta))
+    assert found[0].mean.dtype == found[0].free_energy.dtype == v.dtype
+    return max(relative(got, right) for one, other in zip(found, wanted) for got, right in zip(one, other))
+
+
 if __name__ == "__main__":
-    for module in (chunked, ssm_read, mix_channels):
+    for module in (chunked, ssm_read, mix_channels, mamba, linear_attention, precision):
         module.by_kernels = by_kernels
-    for module in KERNELS:
-        counted(module, module.__name__.rpartition(".")[2])
+    for name, module in KERNELS.items():
+        counted(module, name)
     errors, few = {}, sys.argv[1:] == ["few"]
     with torch.no_grad():
         for name in (*KEYED, "ssm"):
@@ -96,8 +119,9 @@ if __name__ == "__main__":
         families = {name: fields for name, fields in FAMILIES.items() if not name.startswith(("softmax", "rnn"))}
         others = {f"{name} split": {"prior_type": name} | SPLIT for name in ("gla", "mamba")}
         others["mamba_interactive of small beta"] = {"prior_type": "mamba_interactive", "beta_max_init": -9.0}
-        layers = {"mamba_interactive": families["mamba_interactive"]} if few else families | others
+        layers = {name: families[name] for name in ("gla", "mamba_interactive")} if few else families | others
         for name, fields in layers.items():
             errors[f"layer of {name}"] = of_layer(**fields)
-    assert len(set(taken)) == len(KERNELS)
+    errors["one token: bfloat16"] = of_16_bits()
+    assert set(taken) == KERNELS.keys()
     print(json.dumps(errors))

@@ -77,7 +77,7 @@ def rows_of(metadata) -> list[Rows]:
     for requests in filter(None, [single, *others]):
         seen = on_device([before[request] for request in requests])
         none = torch.zeros_like(seen)
-        position = CachePosition(position=seen, document=none, segment=none, started=seen > 0)
+        position = CachePosition(position=seen, document=none, segment=none)
         places = on_device([list(tokens[request]) for request in requests])
         calls.append(Rows(places, on_device(requests), position, not before[requests[0]]))
     return calls

@@ -7,10 +7,11 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool
 from torch import Tensor
 
-from fem.ops.common.backend import exporting
+from fem.ops.common.backend import by_kernels, exporting
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -22,6 +23,15 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 def upcast(x: Tensor) -> Tensor:
     """x itself in float64, else in float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def softplus(x: Tensor, start: float = 0.0) -> Tensor:
+    """softplus(x + start) in float32 at least: in one launch on a GPU where no gradient is wanted."""
+    if by_kernels(x):
+        from fem.ops.common import token_kernels  # by Triton, which the library does not require
+
+        return token_kernels.softplus(x, start)
+    return F.softplus(upcast(x) + start if start else upcast(x))
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

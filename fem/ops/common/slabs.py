@@ -48,7 +48,7 @@ class SlabScan:
 
     def step(self, memory: Terms, x) -> tuple[Terms, Terms]:
         """What one token reads, (B, 1, ..), and the memory after it, by operations that PyTorch can export and
-        differentiate any number of times."""
+        differentiate any number of times, or by kernels, which take 16 bits."""
         raise NotImplementedError
 
     def size(self, x) -> int:
@@ -80,7 +80,7 @@ class SlabScan:
             if portable():  # a graph that holds one step
                 return SlabScan.exact(self, memory, self._cast(x, upcast))
             if x.v.shape[1] == 1 and not differentiated(*x, *memory):  # others take more launches, and wait
-                return self.step(memory, self._cast(x, upcast))
+                return self.step(memory, x)
             if backend == "reference" or transformed(*x, *memory):
                 return self.exact(memory, self._cast(x, upcast))
             if self._at_once(kernels) and not torch.compiler.is_compiling():

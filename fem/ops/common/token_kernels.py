@@ -1,4 +1,5 @@
-"""Triton kernels for what stands around a read: the gates; of one token its rotation and its way into the cache.
+"""Triton kernels for what stands around a read: beta and the gates; of one token its rotation and features, and its
+way into the cache.
 
 PyTorch launches ten to fourteen kernels for either, which is most of what one token of a layer takes. Graphs of
 torch.compile do not need them, as inductor fuses the same operations. The gates have a gradient, in one launch, too.
@@ -16,9 +17,24 @@ from torch import Tensor
 
 from fem.ops.common.backend import differentiated, on
 from fem.ops.common.operator import again_differentiable
-from fem.ops.common.triton_math import gate, through_gate, turn
+from fem.ops.common.triton_math import exact_softplus, gate, through_gate
 
 NUMBERS = 1024  # of a program, 8 for each of 128 threads
+
+
+@triton.jit
+def softplus_kernel(x, y, start, count, BLOCK: tl.constexpr):
+    """y = softplus(x + start), in float32."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, exact_softplus(tl.load(x + at, at < count, other=0.0).to(tl.float32) + start), at < count)
+
+
+def softplus(x: Tensor, start: float = 0.0) -> Tensor:
+    """softplus(x + start) of a parameter without a gradient, in float32."""
+    x, y = x.contiguous(), x.new_empty(x.shape, dtype=torch.float32)
+    with on(x.device):
+        softplus_kernel[triton.cdiv(x.numel(), NUMBERS),](x, y, start, x.numel(), BLOCK=NUMBERS)
+    return y
 
 
 @triton.jit
@@ -143,27 +159,36 @@ def _launch_gate(mean, free, inner, outer, split: bool, eps: float, d_o: Tensor 
 
 
 @triton.jit
-def turn_heads(x, y, row, x_row, cos, sin, head, plane, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """The COUNT heads of a row's token, turned by angles whose cos and sin are given."""
-    at, to = x + row * x_row + head * WIDTH + plane[None], y + row * COUNT * WIDTH + head * WIDTH + plane[None]
-    turn(at, to, cos, sin, (head < COUNT) & (plane < WIDTH // 2)[None], WIDTH // 2)
+def _turned(
+    x, y, row, x_row, cos, sin, eps, COUNT: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
+):
+    """The COUNT heads of a row's token, turned by angles whose cos and sin are given; with an eps, their features."""
+    head, plane = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None]
+    there, at = (head < COUNT) & (plane < WIDTH // 2), head * WIDTH + plane
+    low = tl.load(x + row * x_row + at, there, other=0.0).to(tl.float32)
+    high = tl.load(x + row * x_row + at + WIDTH // 2, there, other=0.0).to(tl.float32)
+    low, high = low * cos - high * sin, high * cos + low * sin
+    if eps is not None:
+        low, high = tl.maximum(low, 0.0) + eps, tl.maximum(high, 0.0) + eps
+    tl.store(y + row * COUNT * WIDTH + at, low, there)
+    tl.store(y + row * COUNT * WIDTH + at + WIDTH // 2, high, there)
 
 
 @triton.jit
 def rotate_token_kernel(
-    q, k, q_out, k_out, position, frequency, factor, q_row, k_row, position_row,
+    q, k, q_out, k_out, position, frequency, factor, eps, q_row, k_row, position_row,
     heads: tl.constexpr, kv_heads: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """y_j = x_j cos a_j - x_{j+d/2} sin a_j, y_{j+d/2} = x_{j+d/2} cos a_j + x_j sin a_j of a row's token, a_j =
-    position frequency_j in float64; cos and sin are rounded to the dtype of x."""
-    row, head, plane = tl.program_id(0), tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)
-    there = plane < WIDTH // 2
-    angle = tl.load(position + row * position_row).to(tl.float64) * tl.load(frequency + plane, there, other=0.0)
-    dtype = q.dtype.element_ty
+    position frequency_j in float64; cos and sin are rounded to the dtype of y. With an eps, ReLU(y) + eps."""
+    row, plane = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
+    angle = tl.load(position + row * position_row).to(tl.float64)
+    angle *= tl.load(frequency + plane, plane < WIDTH // 2, other=0.0)
+    dtype = q_out.dtype.element_ty
     cos = (factor * tl.cos(angle)).to(tl.float32).to(dtype).to(tl.float32)[None]
     sin = (factor * tl.sin(angle)).to(tl.float32).to(dtype).to(tl.float32)[None]
-    turn_heads(q, q_out, row.to(tl.int64), q_row, cos, sin, head, plane, heads, WIDTH)
-    turn_heads(k, k_out, row.to(tl.int64), k_row, cos, sin, head, plane, kv_heads, WIDTH)
+    _turned(q, q_out, row, q_row, cos, sin, eps, heads, WIDTH, HEADS, HALF)
+    _turned(k, k_out, row, k_row, cos, sin, eps, kv_heads, WIDTH, HEADS, HALF)
 
 
 def rotated_token(
@@ -171,14 +196,15 @@ def rotated_token(
     position: Int[Tensor, " 1"] | Int[Tensor, "b 1"],
     frequency: Float64[Tensor, " planes"],
     factor: float,
+    eps: float | None = None,
 ) -> list[Float[Tensor, "b 1 _ d"]]:
-    """`rotate_all` of the queries and keys of one token a row."""
+    """`rotate_all` of the queries and keys of one token a row; with an eps their features ReLU(.) + eps, in float32."""
     q, k = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in tensors)
-    out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)]
+    out = [x.new_empty(x.shape, dtype=x.dtype if eps is None else torch.float32) for x in (q, k)]
     width, most = q.shape[3], max(q.shape[2], k.shape[2])
     with on(q.device):
         rotate_token_kernel[q.shape[0],](
-            q, k, *out, position, frequency, factor, q.stride(0), k.stride(0),
+            q, k, *out, position, frequency, factor, eps, q.stride(0), k.stride(0),
             position.stride(0) if position.ndim == 2 else 0, heads=q.shape[2], kv_heads=k.shape[2], WIDTH=width,
             HEADS=triton.next_power_of_2(most), HALF=triton.next_power_of_2(width // 2),
         )  # fmt: skip

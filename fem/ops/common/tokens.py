@@ -79,13 +79,13 @@ def read_tokens(
     if segment_ids is None:
         document = None if cache_position is None else before.document[:, None].expand(batch, time)
         position = (before.position[:, None] + count - 1).clamp_min(0)
-        after = CachePosition(before.position + total, before.document, before.segment, before.started | (total > 0))
+        after = CachePosition(before.position + total, before.document, before.segment)
         return Tokens(keep, None, document, position), after
 
     last = last_kept_before(ones)
     ids = segment_ids.long()
     previous = ids.gather(1, last[:, :-1].clamp_min(0))
-    known = (last[:, :-1] >= 0) | before.started[:, None]
+    known = (last[:, :-1] >= 0) | (before.position > 0)[:, None]
     previous = torch.where(last[:, :-1] >= 0, previous, before.segment[:, None])
     start = ones & known & (ids != previous)
     document = before.document[:, None] + start.long().cumsum(1)
@@ -98,15 +98,13 @@ def read_tokens(
         position=torch.where(seen, at_end(position) + 1, before.position),
         document=torch.where(seen, at_end(document), before.document),
         segment=torch.where(seen, at_end(ids), before.segment),
-        started=before.started | seen,
     )
     return Tokens(keep, start, document, position), after
 
 
 def _all_of_one_document(time: int, before: CachePosition, continues: bool) -> tuple[Tokens, CachePosition]:
     """`read_tokens` without mask and ids, in few operations: generation calls it for every token."""
-    started = torch.ones_like(before.started) if time else before.started
-    after = CachePosition(before.position + time, before.document, before.segment, started)
+    after = CachePosition(before.position + time, before.document, before.segment)
     if not continues:
         return Tokens(None, None, None, torch.arange(time, device=before.position.device)), after
     document, position = before.document[:, None], before.position[:, None]

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.backend import by_kernels
+from fem.ops.common.precision import upcast
 from fem.ops.common.read import NO_WEIGHT, Terms, log
 from fem.ops.common.slabs import STATELESS, SlabScan
 from fem.ops.common.sums import Shift, Sums, entering, leaving, shift_for, suspect
@@ -31,7 +32,7 @@ class _LinearScan(SlabScan):
 
     def step(self, memory, x):
         if not by_kernels(*(part for part in x if part is not x.opens), *memory):
-            return linear_step(memory, x)
+            return linear_step(memory, self._cast(x, upcast))
         from fem.ops.linear_attention.linear_token import linear_token  # by Triton, which the library does not require
 
         return linear_token(memory, x)

@@ -36,7 +36,8 @@ def linear_attention_read(
     backend = scan_backend(call.backend, v.device, compute_dtype(q, k, v, log_decay))
     f, rate = read_free(v, free_values, beta)
     one_way = partial(_linear_one_way, backend=backend)
-    terms, state = call.both_ways(one_way, (q, k, v, f, log_decay), rate, widen=backend != "triton")
+    widen = backend != "triton" or (v.shape[1] == 1 and not call.normalize)  # sums of rounded reads would be off
+    terms, state = call.both_ways(one_way, (q, k, v, f, log_decay), rate, widen)
     return call.result(terms, state, rate, v.dtype, beta)
 
 

@@ -37,13 +37,13 @@ def linear_token_kernel(
     at = row * KEY + cell
     left = tl.load(weight + at, exists, other=LOG_ZERO)
     if DECAYS > 0:
-        left += tl.load(g + row * DECAYS + tl.minimum(cell, DECAYS - 1), exists, other=0.0)
+        left += tl.load(g + row * DECAYS + tl.minimum(cell, DECAYS - 1), exists, other=0.0).to(tl.float32)
     if OPENS:
         left = tl.where(tl.load(opens + row // heads) != 0, LOG_ZERO, left)
-    new = log_or_zero(tl.load(k + at, exists, other=0.0))
+    new = log_or_zero(tl.load(k + at, exists, other=0.0).to(tl.float32))
     left, new = tl.maximum(left, LOG_ZERO), tl.maximum(new, LOG_ZERO)
     after, gain = tl.maximum(log_add(left, new), LOG_ZERO), (new - left)[:, None]
-    scores = log_or_zero(tl.load(q + at, exists, other=0.0)) + after
+    scores = log_or_zero(tl.load(q + at, exists, other=0.0).to(tl.float32)) + after
     log_z, log_p = log_sum(tl.where(exists, scores, float("-inf")))
     if tl.program_id(1) == 0:
         tl.store(weight_after + at, after, exists)
@@ -51,7 +51,7 @@ def linear_token_kernel(
     if MEAN > 0:
         there = column < MEAN
         both, to = exists[:, None] & there[None], at[:, None] * MEAN + column[None]
-        value = tl.load(v + row * MEAN + column, there, other=0.0)
+        value = tl.load(v + row * MEAN + column, there, other=0.0).to(tl.float32)
         kept = merged_means(gain, tl.load(mean + to, both, other=0.0), value[None])
         tl.store(mean_after + to, kept, both)
         seen = tl.sum(tl.exp(log_p)[:, None] * tl.where(both, kept, 0.0), 0)
@@ -60,7 +60,7 @@ def linear_token_kernel(
         there = column < FREE
         both, to = exists[:, None] & there[None], at[:, None] * FREE + column[None]
         rate = tl.load(beta + row % heads * FREE + column, there, other=1.0)
-        value = tl.load(f + row * FREE + column, there, other=0.0)
+        value = tl.load(f + row * FREE + column, there, other=0.0).to(tl.float32)
         kept = merged_energies(gain, tl.load(free + to, both, other=0.0), value[None], rate[None])
         tl.store(free_after + to, kept, both)
         seen = log_average(log_p[:, None] + tl.zeros((CELLS, BLOCK), tl.float32), rate[None] * kept) / rate
@@ -68,11 +68,12 @@ def linear_token_kernel(
 
 
 def linear_token(memory: Terms, x: LinearInputs) -> tuple[Terms, Terms]:
-    """`linear_step` of float32 tensors without gradients."""
+    """`linear_step` over a memory in float32, without gradients; the reads are in the dtype of their values."""
     (batch, _, heads, keys), mean, free = x.q.shape, x.v.shape[-1], x.f.shape[-1]
     given = [None if part is None else part.contiguous() for part in (*x, *memory)]
     after = Terms(*(torch.empty_like(part, memory_format=torch.contiguous_format) for part in memory))
-    read = Terms(*(x.q.new_empty(batch, 1, heads, n) for n in (1, mean, free)))
+    reads = (memory.mean, 1), (x.v, mean), (x.f, free)
+    read = Terms(*(like.new_empty(batch, 1, heads, n) for like, n in reads))
     cells = triton.next_power_of_2(keys)
     block = min(max(1, NUMBERS // cells), triton.next_power_of_2(max(mean, free, 1)))
     with on(x.q.device):

@@ -1,10 +1,13 @@
-"""One token of a state space model by a Triton kernel: the memory after it and what it reads, as `ssm_step`."""
+"""One token of a state space model by Triton kernels: its numbers from their logits, the memory after it and what it
+reads, as `ssm_step`."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
 
 from fem.ops.common.backend import on
 from fem.ops.common.merge_kernels import (
@@ -19,7 +22,55 @@ from fem.ops.common.merge_kernels import (
     merged_means,
 )
 from fem.ops.common.read import Terms
+from fem.ops.common.triton_math import exact_softplus
 from fem.ops.ssm.ssm_log_space import SsmInputs
+
+
+@triton.jit
+def _softplus(x, y, log_y, at, there):
+    """y = softplus(x) and log y, which below x = -30 is x itself, to within 5e-14."""
+    logit = tl.load(x + at, there, other=0.0).to(tl.float32)
+    number = exact_softplus(logit)
+    tl.store(y + at, number, there)
+    if log_y is not None:
+        tl.store(log_y + at, tl.where(logit < -30.0, logit, tl.log(tl.maximum(number, 1e-14))), there)
+
+
+@triton.jit
+def ssm_numbers_kernel(
+    delta, a, b, c, d, delta_out, a_out, b_out, c_out, d_out, log_delta, log_b, log_c, steps, states, channels,
+    N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of BLOCK numbers of each: Delta, B, C, D = softplus(.), with the logarithms of the first three, and A =
+    -softplus(.), turned from (D, N) to (N, D)."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _softplus(delta, delta_out, log_delta, at, at < steps)
+    _softplus(b, b_out, log_b, at, at < states)
+    _softplus(c, c_out, log_c, at, at < states)
+    _softplus(d, d_out, None, at, at < channels)
+    rate = exact_softplus(tl.load(a + at, at < channels * N, other=0.0).to(tl.float32))
+    tl.store(a_out + at % N * channels + at // N, -rate, at < channels * N)
+
+
+def ssm_numbers(
+    delta: Float[Tensor, "b 1 h d"],
+    a: Float[Tensor, "h d n"],
+    b: Float[Tensor, "b 1 n"],
+    c: Float[Tensor, "b 1 n"],
+    d: Float[Tensor, "h d"],
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
+    """`SelectiveSSM.forward` from the logits of one token: float32 numbers without gradients."""
+    given = [x.contiguous() for x in (delta, a, b, c, d)]
+    new = lambda *like: [torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format) for x in like]  # noqa: E731
+    delta_out, b_out, c_out, d_out, *logs = new(delta, b, c, d, delta, b, c)
+    a_out = d_out.new_empty(a.shape[-1], *d.shape)
+    largest = max(x.numel() for x in given)
+    with on(delta.device):
+        ssm_numbers_kernel[triton.cdiv(largest, NUMBERS),](
+            *given, delta_out, a_out, b_out, c_out, d_out, *logs, delta.numel(), b.numel(), d.numel(),
+            N=a.shape[-1], BLOCK=NUMBERS,
+        )  # fmt: skip
+    return (delta_out, a_out.movedim(0, -1), b_out, c_out, d_out), tuple(logs)
 
 
 @triton.jit
