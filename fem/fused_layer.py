@@ -55,12 +55,12 @@ def _softmax_reads(layer, call: Call) -> bool:
 
 
 def _linear_reads(layer, call: Call) -> bool:
-    """A normalised causal prior with at most one decay per head, without a conditioner, padding and states. A graph has
-    the operators of the parts instead, in which nothing is read on the host."""
+    """A normalised causal prior with at most one decay per head, without padding and states. A graph has the operator
+    of the scan instead, which hides that the host waits."""
     config = layer.config
     if call.memory is not None or call.tokens.keep is not None or torch.compiler.is_compiling():
         return False
-    if config.backend not in ("auto", "triton") or not (config.causal and config.normalize) or config.use_conv:
+    if config.backend not in ("auto", "triton") or not (config.causal and config.normalize):
         return False
     if config.key_width % 2 or (config.prior_type == "gla" and config.decay != "head") or not found("fla"):
         return False
@@ -128,9 +128,8 @@ def _arguments(layer, x: Tensor, features: Tensor) -> tuple:
     flash = _kernel(x.device.index or 0, *sizes[:3], config.read_width, config.causal) == "flash"
     form = Form(*sizes, gate.outer is not None, config.gate_rank or 0, config.context_width, flash)
     options = Options(form, config.key_width**-0.5, config.eps, config.beta_max_init)
-    scale = None if layer.value_scale is None else layer.value_scale.weight
-    features, *second = _cast(x, features, scale, *_second_maps(layer))
-    return options, *_weights(layer), features, *second, _theta(layer), *_tables(layer.prior, x)
+    tensors = _cast(x, features, *_second_maps(layer))
+    return options, *_weights(layer), *tensors, _theta(layer), *_tables(layer.prior, x)
 
 
 def _linear_arguments(layer, x: Tensor, features: Tensor) -> tuple:
@@ -139,7 +138,8 @@ def _linear_arguments(layer, x: Tensor, features: Tensor) -> tuple:
 
     config, gate, widths = layer.config, layer.gate, _widths(layer.config)
     sizes = (config.n_head, config.key_width, *widths, gate.outer is not None, config.gate_rank or 0)
-    options = Options(Form(*sizes, config.prior_type == "gla"), config.eps, config.beta_max_init)
+    form = Form(*sizes, config.prior_type == "gla", config.context_width)
+    options = Options(form, config.eps, config.beta_max_init)
     tensors = _cast(x, features, *_second_maps(layer))
     return options, *_weights(layer), *tensors, _theta(layer), *_tables(layer.prior, x)
 
@@ -159,8 +159,8 @@ def _weights(layer) -> tuple[list[Tensor], list[Tensor | None] | None]:
 
 
 def _second_maps(layer) -> list[Tensor | None]:
-    """U and b of lambda and of g, where their gates are slim."""
-    second: list[Tensor | None] = []
+    """W_v of the values' modulation; U and b of lambda and of g, where their gates are slim."""
+    second = [None if layer.value_scale is None else layer.value_scale.weight]
     for gate in (layer.gate.inner, layer.gate.outer):
         second += [gate.up.weight, gate.up.bias] if isinstance(gate, SlimProjection) else [None, None]
     return second

@@ -46,6 +46,8 @@ LINEAR = {
     "gla, F alone": {"use_temperature": False, "use_outer_gate": False},
     "gla, lambda at beta 1": {"use_temperature": False, "keep_lambda": True},
     "gla, no outer gate": {"use_outer_gate": False},
+    "gla, conditioner": {"use_conv": True},
+    "linear, slim, split, conditioner": {"prior_type": "linear", "gate_rank": 4, "free_share": 0.5, "use_conv": True},
     "gla, slim, no biases, no rotation": {"gate_rank": 4, "bias": False, "use_rope": False},
 }
 LAYERS |= {name: {"prior_type": "gla"} | fields for name, fields in LINEAR.items()}
@@ -176,7 +178,14 @@ def test_gradients_repeat_bit_for_bit(name, spike, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, spike",
-    [("full", 0.0), ("full", 200.0), ("slim", 0.0), ("slim, conditioner", 0.0), ("gla", 0.0), ("linear", 0.0)],
+    [
+        ("full", 0.0),
+        ("full", 200.0),
+        ("slim", 0.0),
+        ("slim, conditioner", 0.0),
+        ("gla, conditioner", 0.0),
+        ("linear", 0.0),
+    ],
 )
 def test_bfloat16_errs_no_more_than_the_form_of_torch_operations(name, spike, monkeypatch):
     """Both read the same rounded layer; the fused form's errors are at most 1.3 of the other's. Linear attention has

@@ -22,6 +22,12 @@ NUMBERS = 1024  # of a program, 8 for each of 128 threads
 
 
 @triton.jit
+def in_columns(row, heads, token_row, WIDTH: tl.constexpr):
+    """Where heads of tokens begin, of tokens that are token_row apart."""
+    return (row // heads).to(tl.int64)[:, None] * token_row + (row % heads)[:, None] * WIDTH
+
+
+@triton.jit
 def gate_kernel(
     mean, free, inner, outer, o, rows, heads, logit_row, eps, MEAN: tl.constexpr, FREE: tl.constexpr,
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, MIXED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
@@ -33,7 +39,7 @@ def gate_kernel(
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     token, exists = row.to(tl.int64)[:, None], (row < rows)[:, None]
     inside = exists & (column < WIDTH)[None]
-    at, logit = token * WIDTH + column[None], token // heads * logit_row + token % heads * WIDTH + column[None]
+    at, logit = token * WIDTH + column[None], in_columns(row, heads, logit_row, WIDTH) + column[None]
     u = tl.zeros((ROWS, COLUMNS), tl.float32)
     if SPLIT or MIXED or FREE == 0:
         u += tl.load(mean + token * MEAN + column[None], exists & (column < MEAN)[None], other=0.0).to(tl.float32)
@@ -59,8 +65,8 @@ def gate_backward_kernel(
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     token, exists = row.to(tl.int64)[:, None], (row < rows)[:, None]
     inside, in_mean = exists & (column < WIDTH)[None], exists & (column < MEAN)[None]
-    at, logit = token * WIDTH + column[None], token // heads * logit_row + token % heads * WIDTH + column[None]
-    d_logit = token // heads * d_logit_row + token % heads * WIDTH + column[None]
+    at, logit = token * WIDTH + column[None], in_columns(row, heads, logit_row, WIDTH) + column[None]
+    d_logit = in_columns(row, heads, d_logit_row, WIDTH) + column[None]
     d_u = tl.load(d_o + at, inside, other=0.0).to(tl.float32)
     u, gap, lambda_ = tl.zeros_like(d_u), tl.zeros_like(d_u), tl.zeros_like(d_u)
     channel = column - (MEAN if SPLIT else 0)

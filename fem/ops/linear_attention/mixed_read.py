@@ -42,6 +42,7 @@ class Form(NamedTuple):
     gated: bool
     rank: int
     decays: bool
+    context: int  # columns of the conditioner's features, behind the layer's input
 
     @property
     def width(self) -> int:
@@ -64,11 +65,14 @@ class Form(NamedTuple):
         return columns.unflatten(-1, (self.heads, -1))
 
     def parts(self, rest: Float[Tensor, "b t c"]) -> list[Tensor | None]:
-        """The values for the mean and for the free energy, (B, T, H, d), and the other columns, None for no part."""
+        """The values, (B, T, H, d), and the other columns, None for no part."""
         sizes = self.columns
-        v, *others = rest[..., : sum(sizes)].split_with_sizes(sizes, -1)
-        v = self.by_heads(v)
-        return [v[..., : self.mean], v[..., self.width - self.free :], *(y if y.shape[-1] else None for y in others)]
+        values, *others = rest[..., : sum(sizes)].split_with_sizes(sizes, -1)
+        return [self.by_heads(values), *(y if y.shape[-1] else None for y in others)]
+
+    def pair(self, values: Float[Tensor, "b t h d"]) -> tuple[Tensor, Tensor]:
+        """Those whose mean is read, and those whose free energy is."""
+        return values[..., : self.mean], values[..., self.width - self.free :]
 
 
 class Options(NamedTuple):
@@ -84,6 +88,7 @@ def mixed_read(
     weights: Weights,
     biases: Biases | None,
     x: Float[Tensor, "b t f"],
+    value_scale: Float[Tensor, "v c"] | None,
     inner_up: Float[Tensor, "w r"] | None,
     inner_bias: Float[Tensor, " w"] | None,
     outer_up: Float[Tensor, "w r"] | None,
@@ -94,16 +99,17 @@ def mixed_read(
 ) -> Float[Tensor, "b t h d"] | None:
     """o of a whole sequence, differentiable once; None where the read is in doubt. cos and sin are float32.
 
-    weights, biases: of the maps of x, in the order of the product's columns; a bias of None is 0. inner_up to
-    outer_bias: the second maps of slim gates. theta: of beta, which is 1 without one.
+    weights, biases: of the maps of x, in the order of the product's columns; a bias of None is 0. value_scale: W_v of
+    v (1 + W_v h), where x is [x, h]. inner_up to outer_bias: the second maps of slim gates. theta: of beta, which is 1
+    without one.
     Raises RuntimeError where its gradient is to be differentiated.
     """
     surplus = -sum(map(len, weights)) % EVEN
     if surplus:
         weights = [*weights, weights[0].new_zeros(surplus, weights[0].shape[1])]
         biases = None if biases is None else [*biases, None]
-    ups = inner_up, inner_bias, outer_up, outer_bias
-    o, flag = _MixedRead.apply(options, len(weights), x, theta, cos, sin, *ups, *weights, *(biases or ()))
+    tensors = x, theta, cos, sin, value_scale, inner_up, inner_bias, outer_up, outer_bias
+    o, flag = _MixedRead.apply(options, len(weights), *tensors, *weights, *(biases or ()))
     if bool(flag):
         return None
     fallbacks.count(o[..., 0].numel() * options.form.free, 0)
@@ -114,14 +120,17 @@ class _MixedRead(torch.autograd.Function):
     """o and the flag of doubt."""
 
     @staticmethod
-    def forward(ctx, options, maps, x, theta, cos, sin, *inputs):
+    def forward(ctx, options, maps, x, theta, cos, sin, scale, *inputs):
         ups, weights, biases = inputs[:4], inputs[4 : 4 + maps], inputs[4 + maps :]
         form, recorded = options.form, any(ctx.needs_input_grad)
         weight, bias = joined(x, weights, biases or None)
         with on(x.device):
             phi = _features(form, x, weight, bias, cos, sin, options.eps)
             rest = F.linear(x, weight[form.keys :], None if bias is None else bias[form.keys :])
-            v, f, *gates, decay = form.parts(rest)
+            values, *gates, decay = form.parts(rest)
+            if form.context:
+                values = torch.addcmul(values, values, _eta(form, x, scale))
+            v, f = form.pair(values)
             sizes = scan.Sizes.of(form.mean, form.free, form.key)
             beta = torch.empty(form.heads, form.free, dtype=torch.float32, device=x.device)
             items, scheme, _, flag = scan.packed(
@@ -134,7 +143,8 @@ class _MixedRead(torch.autograd.Function):
             logits = _logits(gates, ups) if form.rank else gates
             o = launch_gate(*read, *logits, _split(form), options.eps, rows_apart=(_row(form, rest), None))
         ctx.options, ctx.maps = options, Maps(weights, biases)
-        ctx.save_for_backward(x, weight, theta, cos, sin, *ups, rest, *items, sums, scheme, beta, *read)
+        kept = values if form.context else None
+        ctx.save_for_backward(x, weight, theta, cos, sin, scale, *ups, rest, kept, *items, sums, scheme, beta, *read)
         ctx.mark_non_differentiable(flag)
         ctx.set_materialize_grads(False)
         return o, flag
@@ -146,13 +156,15 @@ class _MixedRead(torch.autograd.Function):
                 "the fused layer of linear attention is differentiable once, got create_graph=True; a layer whose "
                 'configuration has backend="plain" is differentiable any number of times.'
             )
-        (x, weight, theta, cos, sin), saved = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-        ups, rest, items, (sums, scheme, beta, mean, free) = saved[:4], saved[4], saved[5:10], saved[10:]
+        (x, weight, theta, cos, sin, scale, *ups), saved = ctx.saved_tensors[:10], ctx.saved_tensors[10:]
+        (rest, values, *items), (sums, scheme, beta, mean, free) = saved[:7], saved[7:]
         form, eps = ctx.options.form, ctx.options.eps
-        _, f, *gates, decay = form.parts(rest)
+        raw, *gates, decay = form.parts(rest)
+        values = values if form.context else raw
         d_joint = rest.new_empty(*rest.shape[:2], len(weight))
         d_keys, d_rest = d_joint[..., : form.keys], d_joint[..., form.keys :]
-        d_v, d_f, *d_gates, d_decay = form.parts(d_rest)
+        to_values, *d_gates, d_decay = form.parts(d_rest)
+        d_values = torch.empty_like(values) if form.context else to_values
         d_rest[..., sum(form.columns) :].zero_()
         sizes = scan.Sizes.of(form.mean, form.free, form.key)
         tilts = beta.new_empty(2, rest.shape[0] * sizes.tiles(rest.shape[1]), *beta.shape)  # what tiles give theta's
@@ -168,17 +180,24 @@ class _MixedRead(torch.autograd.Function):
             d_sums = scan.through_unpack(sizes, sums, items[0], scheme, beta, d_read, tilts[0], False, slope)
             leaves = [y for y in items if y is not None]
             d_phi_q, d_phi_k, d_items, *d_g = torch.autograd.grad(sums, leaves, d_sums, retain_graph=True)
+            d_v, d_f = form.pair(d_values)
             scan.launch_pack_backward(
-                sizes, d_items, d_g[0] if d_g else None, decay, f, beta, scheme, d_decay, d_v,
+                sizes, d_items, d_g[0] if d_g else None, decay, form.pair(values)[1], beta, scheme, d_decay, d_v,
                 None if form.shared else d_f, tilts[1], logits=form.decays, slope=slope,
             )  # fmt: skip
             d_q, d_k = map(form.by_heads, d_keys.chunk(2, -1))
             launch_features(d_phi_q, d_phi_k, *items[:2], d_q, d_k, cos, sin, eps, backward=True)
-        flat = d_joint.flatten(0, 1)
-        d_bias = flat.sum(0) if ctx.maps.biased else None
-        d_maps = ctx.maps.gradients(flat.T @ x.flatten(0, 1), d_bias)
+        if form.context:
+            torch.addcmul(d_values, d_values, _eta(form, x, scale), out=to_values)
+        flat, features = d_joint.flatten(0, 1), x.flatten(0, 1)
+        d_x, d_scale = flat @ weight, None
+        if form.context:
+            d_eta, h = (d_values * raw).flatten(2).flatten(0, 1), slice(-form.context, None)
+            d_x[:, h].addmm_(d_eta, scale)
+            d_scale = d_eta.T @ features[:, h]
+        d_maps = ctx.maps.gradients(flat.T @ features, flat.sum(0) if ctx.maps.biased else None)
         d_theta = tilts.flatten(0, 1).sum(0) if slope else None
-        return None, None, (flat @ weight).view(x.shape), d_theta, None, None, *d_ups, *d_maps
+        return None, None, d_x.view(x.shape), d_theta, None, None, d_scale, *d_ups, *d_maps
 
 
 def _features(form: Form, x, weight, bias, cos, sin, eps: float) -> list[Float[Tensor, "b t h d"]]:
@@ -188,6 +207,11 @@ def _features(form: Form, x, weight, bias, cos, sin, eps: float) -> list[Float[T
     phi = [torch.empty_like(y, memory_format=torch.contiguous_format) for y in (q, k)]
     launch_features(q, k, *phi, *phi, cos, sin, eps, backward=False)
     return phi
+
+
+def _eta(form: Form, x: Tensor, scale: Tensor) -> Float[Tensor, "b t h d"]:
+    """W_v h, of the conditioner's features h behind the layer's input."""
+    return form.by_heads(F.linear(x[..., -form.context :].flatten(0, 1), scale).view(*x.shape[:2], -1))
 
 
 def _split(form: Form) -> bool:
