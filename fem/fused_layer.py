@@ -1,4 +1,7 @@
-"""A softmax layer by few launches on a GPU: its maps as one product, its read and gates by `fem.ops.softmax.fused`."""
+"""A layer by few launches on a GPU: its maps as one product, its read and gates by kernels between their columns.
+
+A softmax layer is read by `fem.ops.softmax.fused`, linear attention and GLA by `fem.ops.linear_attention.mixed_read`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from fem.call import Call
 from fem.gates import SlimProjection
 from fem.ops.common.backend import exporting, found, plain_map, plain_tensors, transformed, watched
 from fem.ops.common.precision import product_dtype
-from fem.priors import SoftmaxPrior
+from fem.priors import GatedLinearPrior, LinearPrior, Prior, SoftmaxPrior
 from fem.priors.kv_cache import append
 
 _MOST_ROWS, _MOST_TOKENS = 65535, 2**18  # the axes of a CUDA grid hold 65,535 programs, of at least 4 tokens each
@@ -18,42 +21,75 @@ DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has
 
 
 def fits(layer, call: Call) -> bool:
-    """True if the fused kernels read this call: a whole sequence in bfloat16 on CUDA without documents, windows or a
-    state before it, by maps that no adapter, hook or sharding has taken over. Padded rows where the layer is causal and
-    returns no state; a state is returned where no gradient is wanted.
+    """True if the fused kernels read this call: a whole sequence in bfloat16 on CUDA without documents, by maps that no
+    adapter, hook or sharding has taken over, of a layer and under marks that its prior's kernels know.
     """
     config, x, tokens = layer.config, call.x, call.tokens
-    if not (available(x) and type(layer.prior) is SoftmaxPrior) or call.memory:
+    reads = _READS.get(type(layer.prior))
+    if not available(x) or reads is None or config.value_logexp_cap is not None or tokens.document is not None:
         return False
-    if call.memory is not None and (torch.is_grad_enabled() or tokens.keep is not None):
+    if not (0 < x.shape[0] <= _MOST_ROWS and 2 <= x.shape[1] <= _MOST_TOKENS):
         return False
-    if config.backend not in ("auto", "sdpa") or config.window is not None or config.value_logexp_cap is not None:
-        return False
-    if tokens.document is not None or not (0 < x.shape[0] <= _MOST_ROWS and 2 <= x.shape[1] <= _MOST_TOKENS):
-        return False
-    if tokens.keep is not None and not config.causal:  # a key behind all kept ones is hidden by causality alone
-        return False
-    if layer.gate.per_head or product_dtype(x) != DTYPE or exporting() or transformed(x):
+    if layer.gate.per_head or product_dtype(x) != DTYPE or exporting() or transformed(x) or not reads(layer, call):
         return False
     slim = [gate for gate in (layer.gate.inner, layer.gate.outer) if isinstance(gate, SlimProjection)]
     scale = [] if layer.value_scale is None else [layer.value_scale]
     if not all(map(plain_map, [*_first_maps(layer), *scale, *(gate.up for gate in slim)])):
         return False
     beta = [] if layer.beta is None else [layer.beta]
-    if any(map(watched, [layer.prior, layer.gate, *slim, *beta])) or not plain_tensors(*(b.theta for b in beta)):
+    return plain_tensors(*(b.theta for b in beta)) and not any(map(watched, [layer.prior, layer.gate, *slim, *beta]))
+
+
+def _softmax_reads(layer, call: Call) -> bool:
+    """No window, and no state before the call. Padded rows where the layer is causal and returns no state; a state is
+    returned where no gradient is wanted."""
+    config, keep = layer.config, call.tokens.keep
+    if call.memory or (call.memory is not None and (torch.is_grad_enabled() or keep is not None)):
+        return False
+    if config.backend not in ("auto", "sdpa") or config.window is not None:
+        return False
+    if keep is not None and not config.causal:  # a key behind all kept ones is hidden by causality alone
         return False
     sizes = (config.n_head, config.kv_heads, config.key_width, config.read_width, config.causal)
-    return _kernel(x.device.index or 0, *sizes) is not None
+    return _kernel(call.x.device.index or 0, *sizes) is not None
+
+
+def _linear_reads(layer, call: Call) -> bool:
+    """A normalised causal prior with at most one decay per head, without padding and states. A graph has the operator
+    of the scan instead, which hides that the host waits."""
+    config = layer.config
+    if call.memory is not None or call.tokens.keep is not None or torch.compiler.is_compiling():
+        return False
+    if config.backend not in ("auto", "triton") or not (config.causal and config.normalize):
+        return False
+    if config.key_width % 2 or (config.prior_type == "gla" and config.decay != "head") or not found("fla"):
+        return False
+    from fem.ops.linear_attention.kernel_read import miscompiled
+
+    return not miscompiled(call.x.device)
+
+
+_READS = {SoftmaxPrior: _softmax_reads, LinearPrior: _linear_reads, GatedLinearPrior: _linear_reads}
 
 
 def mixed(
     layer, call: Call, features: Float[Tensor, "b t f"]
-) -> tuple[Float[Tensor, "b t h dv"], dict[str, Tensor] | None]:
+) -> tuple[Float[Tensor, "b t h dv"], dict[str, Tensor] | None] | None:
     """o = g ((1 - lambda) mean + lambda F), as `TwoLevelGate.mixed` of the prior's read, and the prior's memory after
-    it, None where the call returns no state.                                                         (Eq. 4, 10, 11)
-
-    Of padded rows the kept tokens are read first, as a row that ends there: no kept token sees one behind it.
+    it, None where the call returns no state. Nothing where another form has to read the call.       (Eq. 4, 10, 11)
     """
+    if not fits(layer, call):
+        return None
+    if type(layer.prior) is SoftmaxPrior:
+        return _softmax_mixed(layer, call, features)
+    from fem.ops.linear_attention.mixed_read import mixed_read  # by Triton, which the library does not require
+
+    o = mixed_read(*_linear_arguments(layer, call.x, features))
+    return None if o is None else (o, None)
+
+
+def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
+    """Of padded rows the kept tokens are read first, as a row that ends there: no kept token sees one behind it."""
     from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
     keep = call.tokens.keep
@@ -84,29 +120,58 @@ class _Reordered(torch.autograd.Function):
 
 
 def _arguments(layer, x: Tensor, features: Tensor) -> tuple:
-    """What `mixed_read` is called with. x says dtype, device and length alone."""
+    """What softmax's `mixed_read` is called with. x says dtype, device and length alone."""
     from fem.ops.softmax.fused.layer_form import Form, Options
 
-    config, gate, dtype = layer.config, layer.gate, product_dtype(x)
-    maps = _first_maps(layer)
-    second = [None if layer.value_scale is None else layer.value_scale.weight]
-    for projection in (gate.inner, gate.outer):
-        slim = isinstance(projection, SlimProjection)
-        second += [projection.up.weight, projection.up.bias] if slim else [None, None]
-
-    free = config.free_width if config.use_lse else 0
-    shared = bool(free) and config.free_share is None and not config.free_alone
-    mean = 0 if config.free_alone else config.value_width if shared else config.value_width - free
-    sizes = (config.n_head, config.kv_heads, config.key_width, mean, free, shared, config.causal, config.use_rope)
+    config, gate, widths = layer.config, layer.gate, _widths(layer.config)
+    sizes = (config.n_head, config.kv_heads, config.key_width, *widths, config.causal, config.use_rope)
     flash = _kernel(x.device.index or 0, *sizes[:3], config.read_width, config.causal) == "flash"
     form = Form(*sizes, gate.outer is not None, config.gate_rank or 0, config.context_width, flash)
     options = Options(form, config.key_width**-0.5, config.eps, config.beta_max_init)
-    turns = _tables(layer.prior, x) if config.use_rope else (None, None)
-    theta = layer.beta.theta if free and layer.beta is not None else None
-    tensors = [None if y is None else y.to(dtype).contiguous() for y in (features, *second)]
+    tensors = _cast(x, features, *_second_maps(layer))
+    return options, *_weights(layer), *tensors, _theta(layer), *_tables(layer.prior, x)
+
+
+def _linear_arguments(layer, x: Tensor, features: Tensor) -> tuple:
+    """What the `mixed_read` of linear attention is called with."""
+    from fem.ops.linear_attention.mixed_read import Form, Options
+
+    config, gate, widths = layer.config, layer.gate, _widths(layer.config)
+    sizes = (config.n_head, config.key_width, *widths, gate.outer is not None, config.gate_rank or 0)
+    form = Form(*sizes, config.prior_type == "gla", config.context_width)
+    options = Options(form, config.eps, config.beta_max_init)
+    tensors = _cast(x, features, *_second_maps(layer))
+    return options, *_weights(layer), *tensors, _theta(layer), *_tables(layer.prior, x)
+
+
+def _widths(config) -> tuple[int, int, bool]:
+    """Channels of a head that read the mean and the free energy, and whether these are the same ones."""
+    free = config.free_width if config.use_lse else 0
+    shared = bool(free) and config.free_share is None and not config.free_alone
+    mean = 0 if config.free_alone else config.value_width if shared else config.value_width - free
+    return mean, free, shared
+
+
+def _weights(layer) -> tuple[list[Tensor], list[Tensor | None] | None]:
+    maps = _first_maps(layer)
     biases = [projection.bias for projection in maps]
-    biases = None if all(bias is None for bias in biases) else biases
-    return options, [projection.weight for projection in maps], biases, *tensors, theta, *turns
+    return [projection.weight for projection in maps], None if all(bias is None for bias in biases) else biases
+
+
+def _second_maps(layer) -> list[Tensor | None]:
+    """W_v of the values' modulation; U and b of lambda and of g, where their gates are slim."""
+    second = [None if layer.value_scale is None else layer.value_scale.weight]
+    for gate in (layer.gate.inner, layer.gate.outer):
+        second += [gate.up.weight, gate.up.bias] if isinstance(gate, SlimProjection) else [None, None]
+    return second
+
+
+def _cast(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if y is None else y.to(product_dtype(x)).contiguous() for y in tensors]
+
+
+def _theta(layer) -> Tensor | None:
+    return layer.beta.theta if layer.config.use_lse and layer.beta is not None else None
 
 
 def available(x: Tensor) -> bool:
@@ -117,7 +182,8 @@ def _first_maps(layer) -> list[nn.Module]:
     """The maps that read the layer's features, in the order of the product's columns."""
     gates = [projection for projection in (layer.gate.inner, layer.gate.outer) if projection is not None]
     gates = [gate.down if isinstance(gate, SlimProjection) else gate for gate in gates]
-    return [layer.prior.query, layer.prior.key, layer.value, *gates]
+    decay = [layer.prior.decay] if isinstance(layer.prior, GatedLinearPrior) else []
+    return [layer.prior.query, layer.prior.key, layer.value, *gates, *decay]
 
 
 @torch.compiler.assume_constant_result
@@ -128,8 +194,10 @@ def _kernel(device: int, heads: int, kv_heads: int, key_width: int, width: int, 
     return kernel_for(torch.device("cuda", device), torch.bfloat16, *sizes, wishes())
 
 
-def _tables(prior: SoftmaxPrior, x: Tensor) -> tuple[Float[Tensor, "t p"], Float[Tensor, "t p"]]:
+def _tables(prior: Prior, x: Tensor) -> tuple[Float[Tensor, "t p"] | None, Float[Tensor, "t p"] | None]:
     """cos and sin of the angles of a sequence's positions, in float32; layers of equal frequencies share them."""
+    if not prior.config.use_rope:
+        return None, None
     time, frequency = x.shape[1], prior._frequency(prior.config.key_width, x.device)
     if torch.compiler.is_compiling():
         return _turns(time, frequency, prior.config.rope_factor)

@@ -79,11 +79,11 @@ class FreeEnergyMixer(FreeEnergyLayer):
             raise unknown_argument(*unknown)
         call = Call.open(self, x, attention_mask, segment_ids, state, return_state)
         f, hidden = self.features(call.x, call.tokens, call.hidden)  # [x, h]                     Eq. 33
-        if fused_layer.fits(self, call):
-            o, memory = fused_layer.mixed(self, call, f)  # the next two lines in few launches
-        else:
+        found = fused_layer.mixed(self, call, f)  # the next two lines in few launches, where they can
+        if found is None:
             read = lambda v, beta, free: self.prior(f, v, beta, call.tokens, call.memory, free)  # noqa: E731  Eq. 4
-            o, memory = self.mixed(f, self.modulated(call.x, f), read)  # g ((1 - lambda) mean + lambda F)   Eq. 7, 11
+            found = self.mixed(f, self.modulated(call.x, f), read)  # g ((1 - lambda) mean + lambda F)       Eq. 7, 11
+        o, memory = found
         return call.close(self.projected(o), memory, hidden)
 
     def read_by(

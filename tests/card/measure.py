@@ -32,7 +32,7 @@ LAYERS = {
     "softmax, capped": {"value_logexp_cap": 29.0},
     **{prior: {"prior_type": prior} for prior in PRIORS if prior != "softmax"},
 }
-FUSED = [name for name in LAYERS if name.startswith(("attention", "softmax")) and "capped" not in name]
+FUSED = [name for name in LAYERS if name.startswith(("attention", "softmax")) and "capped" not in name]  # nothing waits
 MODES = ("eager", "compiled")
 BFLOAT16 = "eager, bfloat16"  # parameters, without autocast, as the layers that an H100 timed
 REGISTERS = {  # a head's values, of keys of 64
@@ -94,7 +94,7 @@ def decode(layer: FreeEnergyMixer, mode: str, tokens: int = 512) -> dict:
 
 def rows(names: list[str]) -> Iterator[dict]:
     for name in names:
-        for mode in (*MODES, BFLOAT16) if name in FUSED else MODES:
+        for mode in (*MODES, BFLOAT16) if name in (*FUSED, "linear", "gla") else MODES:
             torch._dynamo.reset()
             gc.collect()
             layer, call, x = prepared(name, mode)

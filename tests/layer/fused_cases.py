@@ -1,4 +1,4 @@
-"""The fused softmax layer in Triton's interpreter against the plain form in float64: `test_fused.py` runs this file."""
+"""Fused layers in Triton's interpreter against the plain form in float64: `test_fused.py` runs this file."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import fused_on_cpu
 import pytest
 import torch
 
-from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as kernels
 
@@ -35,6 +35,22 @@ LAYERS = {
     "no rotation": {"use_rope": False},
     "no biases": {"bias": False},
 }
+LINEAR = {
+    "gla": {},
+    "linear": {"prior_type": "linear"},
+    "gla, columns of no whole eights": {"n_head": 3, "fem_dim": 30, "qk_dim": 18},
+    "gla, slim": {"gate_rank": 4},
+    "gla, split": {"free_share": 0.25},
+    "linear, slim, split": {"prior_type": "linear", "gate_rank": 4, "free_share": 0.5},
+    "gla, the mean alone": PARTS_OFF,
+    "gla, F alone": {"use_temperature": False, "use_outer_gate": False},
+    "gla, lambda at beta 1": {"use_temperature": False, "keep_lambda": True},
+    "gla, no outer gate": {"use_outer_gate": False},
+    "gla, conditioner": {"use_conv": True},
+    "linear, slim, split, conditioner": {"prior_type": "linear", "gate_rank": 4, "free_share": 0.5, "use_conv": True},
+    "gla, slim, no biases, no rotation": {"gate_rank": 4, "bias": False, "use_rope": False},
+}
+LAYERS |= {name: {"prior_type": "gla"} | fields for name, fields in LINEAR.items()}
 VALUES = {"usual": (1.0, 0.0), "spikes of 300 nats": (1.0, 200.0), "nearly equal": (1e-3, 0.0), "offset": (1.0, 30.0)}
 
 
@@ -63,15 +79,16 @@ def trained(layer, x, gradient, **marks):
 
 
 def errors(layer, x):
-    """Of the output and of each gradient, relative to its norm; of what is but rounding, to the output's gradient."""
+    """Of the output and of each gradient, relative to its norm; of what is but rounding, to the output's gradient.
+    Infinite where a number is NaN."""
+    torch.manual_seed(1)  # one gradient for all forms of a layer
     gradient = torch.randn(x.shape)
     wanted = trained(exact(layer), x.double(), gradient)
     names = ["output", "x", *(name for name, _ in layer.named_parameters())]
     found = trained(layer, x, gradient)
     least = 1e-2 * gradient.norm()
-    return {
-        n: ((a - b).norm() / b.norm().clamp_min(least)).item() for n, a, b in zip(names, found, wanted, strict=True)
-    }
+    relative = [(a - b).norm() / b.norm().clamp_min(least) for a, b in zip(found, wanted, strict=True)]
+    return {name: error.nan_to_num(torch.inf).item() for name, error in zip(names, relative, strict=True)}
 
 
 def spread(layer, scale, spike):
@@ -94,7 +111,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(name, monkeypatch):
 
 
 @pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("name", ["full", "slim", "split", "grouped heads"])
+@pytest.mark.parametrize("name", ["full", "slim", "split", "grouped heads", "gla"])
 def test_values_of_any_span_are_read_exactly(name, values, monkeypatch):
     layer = build(LAYERS[name])
     spread(layer, *VALUES[values])
@@ -140,7 +157,7 @@ def test_sequences_of_any_length_over_several_tiles(time, monkeypatch):
     assert max(found.values()) < 5e-5, found
 
 
-@pytest.mark.parametrize("name", ["full", "slim", "split"])
+@pytest.mark.parametrize("name", ["full", "slim", "split", "gla"])
 def test_the_future_changes_nothing(name, monkeypatch):
     layer, x = build(LAYERS[name]), torch.randn(1, 19, 20)
     fused_on_cpu.install(monkeypatch)
@@ -150,25 +167,49 @@ def test_the_future_changes_nothing(name, monkeypatch):
         torch.testing.assert_close(layer(later)[:, :13], layer(x)[:, :13], rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_repeat_bit_for_bit(monkeypatch):
-    layer, x = build(LAYERS["grouped heads"]), torch.randn(2, 19, 20)
-    spread(layer, 1.0, 200.0)
+@pytest.mark.parametrize("name, spike", [("grouped heads", 200.0), ("gla", 1.0)])
+def test_gradients_repeat_bit_for_bit(name, spike, monkeypatch):
+    layer, x = build(LAYERS[name]), torch.randn(2, 19, 20)
+    spread(layer, 1.0, spike)
     fused_on_cpu.install(monkeypatch)
     for one, other in zip(trained(layer, x, torch.ones_like(x)), trained(layer, x, torch.ones_like(x)), strict=True):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name, spike", [("full", 0.0), ("full", 200.0), ("slim", 0.0), ("slim, conditioner", 0.0)])
+@pytest.mark.parametrize(
+    "name, spike",
+    [
+        ("full", 0.0),
+        ("full", 200.0),
+        ("slim", 0.0),
+        ("slim, conditioner", 0.0),
+        ("gla, conditioner", 0.0),
+        ("linear", 0.0),
+    ],
+)
 def test_bfloat16_errs_no_more_than_the_form_of_torch_operations(name, spike, monkeypatch):
-    """Both read the same rounded layer; the fused form's errors are at most 1.3 of the other's."""
-    layer = build(LAYERS["slim"] | {"use_conv": True} if name == "slim, conditioner" else LAYERS[name], width=16)
+    """Both read the same rounded layer; the fused form's errors are at most 1.3 of the other's. Linear attention has
+    kernels in both."""
+    fields = LAYERS["slim"] | {"use_conv": True} if name == "slim, conditioner" else LAYERS[name]
+    layer = build(fields | ({"backend": "triton"} if name in LINEAR else {}), width=16)
     if spike:
         spread(layer, 1.0, spike)
     layer, x = layer.bfloat16(), torch.randn(2, 40, 20).bfloat16()
-    other = errors(layer, x)
     fused_on_cpu.install(monkeypatch, torch.bfloat16)
+    with monkeypatch.context() as without:
+        without.setattr(fused_layer, "available", lambda x: False)
+        other = errors(layer, x)
     found = errors(layer, x)
     assert all(found[name] < max(1.3 * other[name], 2.5e-2) for name in found), (found, other)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_attention_is_read_by_the_fused_form(name, monkeypatch):
+    """And by no other, where nothing is in doubt: the read of the prior itself is out of order."""
+    layer, x = build(LAYERS[name]), torch.randn(2, 19, 20)
+    fused_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(type(layer.prior), "read", None)
+    trained(layer, x, torch.ones_like(x))
 
 
 def test_one_graph_without_a_break(monkeypatch):
@@ -180,8 +221,9 @@ def test_one_graph_without_a_break(monkeypatch):
         torch.testing.assert_close(one, other)
 
 
-def test_a_second_derivative_is_refused(monkeypatch):
-    layer, x = build({}), torch.randn(1, 5, 20, requires_grad=True)
+@pytest.mark.parametrize("name", ["full", "gla"])
+def test_a_second_derivative_is_refused(name, monkeypatch):
+    layer, x = build(LAYERS[name]), torch.randn(1, 5, 20, requires_grad=True)
     fused_on_cpu.install(monkeypatch)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)

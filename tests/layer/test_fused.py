@@ -1,4 +1,4 @@
-"""The fused softmax layer: its kernels in Triton's interpreter, and which calls it reads."""
+"""Fused layers: their kernels in Triton's interpreter, and which calls they read."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +22,11 @@ def test_a_full_layer_reads_as_the_definition_does():
 
 
 @needs_triton
+def test_linear_attention_reads_as_the_definition_does():
+    run_cases(CASES, "(definition or by_the_fused_form) and (eights or (linear and slim))")
+
+
+@needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_case_in_the_interpreter():
@@ -35,7 +40,8 @@ def call(layer, x, **marks):
 
 @pytest.fixture
 def there(monkeypatch):
-    """A GPU whose attention takes every width."""
+    """A GPU whose attention takes every width, and flash-linear-attention."""
+    monkeypatch.setattr(fused_layer, "found", lambda module: True)
     monkeypatch.setattr(fused_layer, "available", lambda x: True)
     monkeypatch.setattr(fused_layer, "_kernel", lambda *sizes: "cudnn")
 
@@ -44,14 +50,14 @@ def build(dtype=torch.bfloat16, **fields):
     return FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, use_conv=False, **fields)).to(dtype)
 
 
-def hooked():
-    layer = build()
+def hooked(**fields):
+    layer = build(**fields)
     layer.value.register_forward_hook(lambda *inputs: None)
     return layer
 
 
-def adapted():
-    layer = build()
+def adapted(**fields):
+    layer = build(**fields)
     layer.prior.query = torch.nn.Sequential(layer.prior.query)
     return layer
 
@@ -71,7 +77,16 @@ FITS = {  # the layer, what the call says, and whether the fused form reads it
     "another backend": (lambda: build(backend="plain"), {}, False),
     "a gate per head": (lambda: build(gate_rank=0), {}, False),
     "a cap": (lambda: build(value_logexp_cap=5.0), {}, False),
-    "another prior": (lambda: build(prior_type="gla"), {}, False),
+    "gla": (lambda: build(prior_type="gla"), {}, True),
+    "gla, padding": (lambda: build(prior_type="gla"), {"attention_mask": ONES.bool()}, False),
+    "gla, documents": (lambda: build(prior_type="gla"), {"segment_ids": ONES.long()}, False),
+    "gla, a state": (lambda: build(prior_type="gla"), {"return_state": True}, False),
+    "gla, a hook": (lambda: hooked(prior_type="gla"), {}, False),
+    "gla, an adapter": (lambda: adapted(prior_type="gla"), {}, False),
+    "gla, a decay for each key channel": (lambda: build(prior_type="gla", decay="channel"), {}, False),
+    "gla, no normalisation": (lambda: build(prior_type="gla", normalize=False), {}, False),
+    "linear, both directions": (lambda: build(prior_type="linear", causal=False), {}, False),
+    "another prior": (lambda: build(prior_type="rnn_softmax"), {}, False),
 }
 
 
@@ -79,9 +94,11 @@ FITS = {  # the layer, what the call says, and whether the fused form reads it
 def test_only_what_the_fused_form_computes_fits(there, case):
     make, marks, fits = FITS[case]
     layer = make()
+    if layer.config.prior_type in ("linear", "gla"):
+        pytest.importorskip("triton")
     opened = call(layer, torch.randn(2, 5, 16).to(layer.value.weight.dtype), **marks)
     assert fused_layer.fits(layer, opened) is fits
-    if "return_state" in marks:
+    if "return_state" in marks and layer.config.prior_type == "softmax":
         with torch.no_grad():
             assert fused_layer.fits(layer, opened)
 

@@ -3,7 +3,7 @@
 import torch
 
 
-def gla(q, k, items, g, state, opens):
+def gla(q, k, items, g, state, opens, last=True):
     """S_t = e^{g_t} S_{t-1} + k_t^T items_t, out_t = q_t S_t, rounded to the items' dtype, and the last S; documents
     apart."""
     assert (q.dtype, k.dtype, items.shape[-1] % 16) == (items.dtype, items.dtype, 0)

@@ -1,11 +1,13 @@
-"""The fused softmax layer on a CPU: Triton's interpreter runs its kernels, formulas stand in for torch's attention."""
+"""Fused layers on a CPU: Triton's interpreter runs their kernels, formulas stand in for torch's attention and fla's."""
 
 import math
 
+import fla_reference
 import interpreted  # noqa: F401  (before any kernel)
 import torch
 
 from fem import fused_layer
+from fem.ops.linear_attention import kernel_read
 from fem.ops.softmax.fused import fused_attention as attention
 
 
@@ -37,6 +39,8 @@ def install(monkeypatch, dtype=torch.float32):
     """Take the fused form for layers of this dtype on a CPU."""
     monkeypatch.setattr(attention, "kernel_attention", attend)
     monkeypatch.setattr(attention, "kernel_attention_backward", attend_backward)
+    monkeypatch.setattr(kernel_read, "by_fla", fla_reference.gla)
+    monkeypatch.setattr(fused_layer, "found", lambda module: True)
     monkeypatch.setattr(fused_layer, "available", lambda x: True)
     monkeypatch.setattr(fused_layer, "DTYPE", dtype)
     monkeypatch.setattr(fused_layer, "_kernel", lambda *sizes: "cudnn")

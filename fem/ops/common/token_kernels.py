@@ -38,16 +38,24 @@ def softplus(x: Tensor, start: float = 0.0) -> Tensor:
 
 
 @triton.jit
+def in_columns(row, heads, token_row, WIDTH: tl.constexpr):
+    """Where heads of tokens begin, of tokens that are token_row apart."""
+    return (row // heads).to(tl.int64)[:, None] * token_row + (row % heads)[:, None] * WIDTH
+
+
+@triton.jit
 def gate_kernel(
-    mean, free, inner, outer, o, rows, eps, MEAN: tl.constexpr, FREE: tl.constexpr, WIDTH: tl.constexpr,
-    SPLIT: tl.constexpr, MIXED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    mean, free, inner, outer, o, rows, heads, logit_row, eps, MEAN: tl.constexpr, FREE: tl.constexpr,
+    WIDTH: tl.constexpr, SPLIT: tl.constexpr, MIXED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """o = g u of ROWS heads of tokens. u: [mean, F] where SPLIT, (1 - lambda) mean + lambda F where MIXED, else F or,
-    without it, the mean. inner, outer: logits of lambda = sigmoid(inner) and g = RMSNorm of softplus(outer)."""
+    without it, the mean. inner, outer: logits of lambda = sigmoid(inner) and g = RMSNorm of softplus(outer), logit_row
+    from a token to the next."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     token, exists = row.to(tl.int64)[:, None], (row < rows)[:, None]
     inside = exists & (column < WIDTH)[None]
-    at = token * WIDTH + column[None]
+    at, logit = token * WIDTH + column[None], in_columns(row, heads, logit_row, WIDTH) + column[None]
     u = tl.zeros((ROWS, COLUMNS), tl.float32)
     if SPLIT or MIXED or FREE == 0:
         u += tl.load(mean + token * MEAN + column[None], exists & (column < MEAN)[None], other=0.0).to(tl.float32)
@@ -56,24 +64,25 @@ def gate_kernel(
         there = exists & ((channel >= 0) & (channel < FREE))[None]
         f = tl.load(free + token * FREE + channel[None], there, other=0.0).to(tl.float32)
         if MIXED:
-            f = tl.sigmoid(tl.load(inner + at, inside, other=0.0).to(tl.float32)) * (f - u)
+            f = tl.sigmoid(tl.load(inner + logit, inside, other=0.0).to(tl.float32)) * (f - u)
         u += f
     if GATED:
-        u *= gate(tl.load(outer + at, inside, other=0.0), inside, WIDTH, eps)
+        u *= gate(tl.load(outer + logit, inside, other=0.0), inside, WIDTH, eps)
     tl.store(o + at, u, inside)
 
 
 @triton.jit
 def gate_backward_kernel(
-    d_o, mean, free, inner, outer, d_mean, d_free, d_inner, d_outer, rows, eps, MEAN: tl.constexpr,
-    FREE: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, MIXED: tl.constexpr, GATED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    d_o, mean, free, inner, outer, d_mean, d_free, d_inner, d_outer, rows, heads, logit_row, d_logit_row, eps,
+    MEAN: tl.constexpr, FREE: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, MIXED: tl.constexpr,
+    GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of what `gate_kernel` reads: du = g do."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     token, exists = row.to(tl.int64)[:, None], (row < rows)[:, None]
     inside, in_mean = exists & (column < WIDTH)[None], exists & (column < MEAN)[None]
-    at = token * WIDTH + column[None]
+    at, logit = token * WIDTH + column[None], in_columns(row, heads, logit_row, WIDTH) + column[None]
+    d_logit = in_columns(row, heads, d_logit_row, WIDTH) + column[None]
     d_u = tl.load(d_o + at, inside, other=0.0).to(tl.float32)
     u, gap, lambda_ = tl.zeros_like(d_u), tl.zeros_like(d_u), tl.zeros_like(d_u)
     channel = column - (MEAN if SPLIT else 0)
@@ -83,15 +92,15 @@ def gate_backward_kernel(
     if FREE > 0:
         f = tl.load(free + token * FREE + channel[None], there, other=0.0).to(tl.float32)
         if MIXED:
-            gap, lambda_ = f - u, tl.sigmoid(tl.load(inner + at, inside, other=0.0).to(tl.float32))
+            gap, lambda_ = f - u, tl.sigmoid(tl.load(inner + logit, inside, other=0.0).to(tl.float32))
             f = lambda_ * gap
         u += f
     if GATED:
-        logit = tl.load(outer + at, inside, other=0.0).to(tl.float32)
-        d_logit, d_u = through_gate(logit, u, d_u, inside, WIDTH, eps)
-        tl.store(d_outer + at, d_logit, inside)
+        a = tl.load(outer + logit, inside, other=0.0).to(tl.float32)
+        d_a, d_u = through_gate(a, u, d_u, inside, WIDTH, eps)
+        tl.store(d_outer + d_logit, d_a, inside)
     if MIXED:
-        tl.store(d_inner + at, d_u * gap * lambda_ * (1 - lambda_), inside)
+        tl.store(d_inner + d_logit, d_u * gap * lambda_ * (1 - lambda_), inside)
         tl.store(d_free + at, d_u * lambda_, inside)
         tl.store(d_mean + at, d_u * (1 - lambda_), inside)
     else:
@@ -117,7 +126,7 @@ def gated(
     given = [None if x is None else x.contiguous() for x in (mean, free, inner, outer)]
     if differentiated(*given):
         return _Gated.apply(plain, split, eps, *given)
-    return _launch_gate(*given, split, eps)
+    return launch_gate(*given, split, eps)
 
 
 class _Gated(torch.autograd.Function):
@@ -125,7 +134,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx, plain, split, eps, *given):
         ctx.plain, ctx.split, ctx.eps = plain, split, eps
         ctx.save_for_backward(*given)
-        return _launch_gate(*given, split, eps)
+        return launch_gate(*given, split, eps)
 
     @staticmethod
     def backward(ctx, grad):
@@ -135,12 +144,17 @@ class _Gated(torch.autograd.Function):
         mean, free, inner, _ = given
         unread = free is not None and inner is None and not ctx.split
         found = [None if x is None else torch.empty_like(x) for x in (None if unread else mean, *given[1:])]
-        _launch_gate(*given, ctx.split, ctx.eps, grad.contiguous(), found)
+        launch_gate(*given, ctx.split, ctx.eps, grad.contiguous(), found)
         return None, None, None, *found
 
 
-def _launch_gate(mean, free, inner, outer, split: bool, eps: float, d_o: Tensor | None = None, found=()) -> Tensor:
-    """o; with d_o, write the gradients of the four inputs to what was found of them, and return d_o."""
+def launch_gate(
+    mean, free, inner, outer, split: bool, eps: float, d_o: Tensor | None = None, found=(), rows_apart=(None, None)
+) -> Tensor:
+    """o; with d_o, write the gradients of the four inputs to what was found of them, and return d_o.
+
+    rows_apart: numbers from one token to the next, of the logits and of their gradients; None: they lie side by side.
+    """
     free = mean[..., :0] if free is None else free
     width = mean.shape[-1] + free.shape[-1] if split else max(mean.shape[-1], free.shape[-1])
     columns, rows = triton.next_power_of_2(width), mean.shape[:-1].numel()
@@ -148,13 +162,16 @@ def _launch_gate(mean, free, inner, outer, split: bool, eps: float, d_o: Tensor 
     sizes = {"MEAN": mean.shape[-1], "FREE": free.shape[-1], "WIDTH": width, "ROWS": tile, "COLUMNS": columns}
     parts = {"SPLIT": split, "MIXED": inner is not None and not split, "GATED": outer is not None}
     o = mean.new_empty(*mean.shape[:-1], width) if d_o is None else d_o
-    given = [o if x is None else x for x in (mean, free, inner, outer)]
+    given, heads = [o if x is None else x for x in (mean, free, inner, outer)], mean.shape[-2]
+    apart = [heads * width if row is None else row for row in rows_apart]
     with on(mean.device):
         if d_o is None:
-            gate_kernel[triton.cdiv(rows, tile),](*given, o, rows, eps, **sizes, **parts)
+            gate_kernel[triton.cdiv(rows, tile),](*given, o, rows, heads, apart[0], eps, **sizes, **parts)
         else:
             found = [o if x is None else x for x in found]
-            gate_backward_kernel[triton.cdiv(rows, tile),](d_o, *given, *found, rows, eps, **sizes, **parts)
+            gate_backward_kernel[triton.cdiv(rows, tile),](
+                d_o, *given, *found, rows, heads, *apart, eps, **sizes, **parts
+            )
     return o
 
 

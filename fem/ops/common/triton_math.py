@@ -85,6 +85,12 @@ def exact_softplus(a):
 
 
 @triton.jit
+def slope_of_beta(beta):
+    """d beta / d theta = 1 - e^-beta, of beta = softplus(theta + its start)."""
+    return tl.where(beta < 1.0, -exp_minus_1(-tl.minimum(beta, 1.0)), 1.0 - tl.exp(-beta))
+
+
+@triton.jit
 def turn(x, y, cos, sin, there, HALF: tl.constexpr):
     """y_j = x_j cos - x_{j+HALF} sin, y_{j+HALF} = x_{j+HALF} cos + x_j sin; x, y: the first of each pair."""
     low = tl.load(x, there, other=0.0).to(tl.float32)

@@ -46,7 +46,7 @@ class _Features(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, eps):
         q, k = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k))
         out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)]
-        _launch(q, k, *out, *out, cos, sin, eps, backward=False)
+        launch_features(q, k, *out, *out, cos, sin, eps, backward=False)
         ctx.eps = eps
         ctx.save_for_backward(*out, cos, sin)
         return tuple(out)
@@ -61,11 +61,12 @@ class _Features(torch.autograd.Function):
             return *(d.to(y.dtype) for d, y in zip(passed, out)), None, None, None
         grads = [d if d.stride()[2:] == (d.shape[3], 1) else d.contiguous() for d in grads]
         found = [torch.empty_like(y) for y in out]
-        _launch(*grads, *out, *found, cos, sin, ctx.eps, backward=True)
+        launch_features(*grads, *out, *found, cos, sin, ctx.eps, backward=True)
         return *found, None, None, None
 
 
-def _launch(q, k, q_known, k_known, q_out, k_out, cos, sin, eps: float, backward: bool) -> None:
+def launch_features(q, k, q_known, k_known, q_out, k_out, cos, sin, eps: float, backward: bool) -> None:
+    """Write to q_out and k_out, whose tokens may lie apart, what `features_kernel` finds."""
     batch, time, heads, width = q.shape
     half = triton.next_power_of_2(width // 2)
     rows = max(1, NUMBERS // half)
@@ -73,8 +74,8 @@ def _launch(q, k, q_known, k_known, q_out, k_out, cos, sin, eps: float, backward
     with on(q.device):
         features_kernel[2 * heads * triton.cdiv(batch * time, rows),](
             q, k, q_known, k_known, q_out, k_out, cos, sin, batch * time, time, time if shared else batch * time, heads,
-            *q.stride()[:2], *k.stride()[:2], eps, WIDTH=width, TURNED=cos is not None, BACKWARD=backward, ROWS=rows,
-            HALF=half,
+            *q.stride()[:2], *k.stride()[:2], q_out.stride(1), k_out.stride(1), eps, WIDTH=width,
+            TURNED=cos is not None, BACKWARD=backward, ROWS=rows, HALF=half,
         )  # fmt: skip
 
 
@@ -94,8 +95,9 @@ def angles_kernel(
 
 @triton.jit
 def features_kernel(
-    q, k, q_known, k_known, q_out, k_out, cos, sin, rows, time, period, heads, q_batch, q_row, k_batch, k_row, eps,
-    WIDTH: tl.constexpr, TURNED: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
+    q, k, q_known, k_known, q_out, k_out, cos, sin, rows, time, period, heads, q_batch, q_row, k_batch, k_row,
+    q_out_row, k_out_row, eps, WIDTH: tl.constexpr, TURNED: tl.constexpr,
+    BACKWARD: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """phi of q and k; BACKWARD: the gradients of q and k from those of phi, whose known values say where it rises.
 
@@ -105,12 +107,12 @@ def features_kernel(
     plane = tl.arange(0, HALF)
     there = (row < rows)[:, None] & (plane < WIDTH // 2)[None]
     row = row.to(tl.int64)[:, None]
-    to = (row * heads + head) * WIDTH + plane[None]
+    at, to = (row * heads + head) * WIDTH + plane[None], head * WIDTH + plane[None]
     if tl.program_id(0) % (2 * heads) < heads:
-        x, known, y = q + row // time * q_batch + row % time * q_row, q_known + to, q_out + to
+        x, known, y = q + row // time * q_batch + row % time * q_row, q_known + at, q_out + row * q_out_row + to
     else:
-        x, known, y = k + row // time * k_batch + row % time * k_row, k_known + to, k_out + to
-    x += head * WIDTH + plane[None]
+        x, known, y = k + row // time * k_batch + row % time * k_row, k_known + at, k_out + row * k_out_row + to
+    x += to
     low = tl.load(x, there, other=0.0).to(tl.float32)
     high = tl.load(x + WIDTH // 2, there, other=0.0).to(tl.float32)
     if BACKWARD:

@@ -53,14 +53,14 @@ class _KernelRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, again, stated, q, k, g, opens, v, f, beta, *memory):
         recorded = any(ctx.needs_input_grad)
-        sizes = _Sizes.of(v.shape[3], beta.shape[1], q.shape[3])
+        sizes = Sizes.of(v.shape[3], beta.shape[1], q.shape[3])
         with on(v.device):
-            inputs, scheme, heaviest, flag = _packed(sizes, stated, q, k, g, v, v if f is None else f, beta, memory)
+            inputs, scheme, heaviest, flag = packed(sizes, stated, q, k, g, v, v if f is None else f, beta, memory)
             inputs = [x if x is None else x.detach().requires_grad_(recorded) for x in inputs]
             with torch.set_grad_enabled(recorded):  # saved tensors keep the kernel's graph, and free it in time
                 sums, last = by_fla(*inputs, opens)
-            read = _unpacked(sizes, sums.detach(), inputs[0], scheme, beta, flag, v.dtype, cells=False)
-            after = _unpacked(sizes, last.detach(), heaviest, scheme, beta, flag, last.dtype, cells=True)
+            read = unpacked(sizes, sums.detach(), inputs[0], scheme, beta, flag, v.dtype, cells=False)
+            after = unpacked(sizes, last.detach(), heaviest, scheme, beta, flag, last.dtype, cells=True)
         ctx.again, ctx.sizes, ctx.stated = again, sizes, stated
         ctx.save_for_backward(q, k, g, opens, v, f, beta, *memory, scheme, heaviest, *inputs, sums, last)
         ctx.set_materialize_grads(False)
@@ -91,9 +91,9 @@ class _KernelRead(torch.autograd.Function):
         pairs = []
         with on(v.device):
             if d_read is not None:
-                pairs.append((sums, _through_unpack(sizes, sums, inputs[0], scheme, beta, d_read, of_read, False)))
+                pairs.append((sums, through_unpack(sizes, sums, inputs[0], scheme, beta, d_read, of_read, False)))
             if d_after is not None:
-                pairs.append((last, _through_unpack(sizes, last, heaviest, scheme, beta, d_after, of_after, True)))
+                pairs.append((last, through_unpack(sizes, last, heaviest, scheme, beta, d_after, of_after, True)))
             outputs, cotangents = zip(*pairs)
             leaves = [x for x in inputs if x is not None]
             found = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, materialize_grads=True)
@@ -106,7 +106,7 @@ class _KernelRead(torch.autograd.Function):
         return None, None, d_q.to(q.dtype), d_k.to(k.dtype), d_g, None, d_v, d_f, tilts.sum(0), *d_memory
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """Widths of a head's mean, free energy and keys, and what kernels are built for."""
 
     mean: int
@@ -118,7 +118,7 @@ class _Sizes(NamedTuple):
 
     @classmethod
     @lru_cache(256)
-    def of(cls, mean: int, free: int, key: int) -> _Sizes:
+    def of(cls, mean: int, free: int, key: int) -> Sizes:
         power = triton.next_power_of_2
         width = 16 * triton.cdiv(mean + free + 2, 16)
         blocks = {"COLUMNS": power(max(free, 1)), "BROAD": power(max(mean, 1)), "WIDE": power(key)}
@@ -138,11 +138,14 @@ class _Sizes(NamedTuple):
         kernel[grid](*arguments, **fitting | constants)
 
 
-def _packed(
-    sizes: _Sizes, stated: bool, q, k, g, v, f, beta, memory
+def packed(
+    sizes: Sizes, stated: bool, q, k, g, v, f, beta, memory, theta: Tensor | None = None, start: float | None = None
 ) -> tuple[list[Tensor | None], Tensor, Tensor, Tensor]:
     """What the kernel of linear attention gets: q, k, items, g and the state; the scheme; the most that each key
-    channel weighs, 0 where it holds nothing; and the flag of doubt."""
+    channel weighs, 0 where it holds nothing; and the flag of doubt.
+
+    start: None, or beta is written, softplus(theta + start), and g is what the decay is the logsigmoid of, 16 times.
+    """
     (batch, time, heads), dtype = v.shape[:3], _multiplied(v, g)
     q, k = q.contiguous(), k.contiguous()
     v, f = (x if x.stride(3) == 1 else x.contiguous() for x in (v, f))
@@ -150,7 +153,10 @@ def _packed(
     parts = triton.cdiv(time, PART)
     extremes = made(batch, heads, parts, 2 * sizes.free + sizes.key)
     flag = torch.empty((), dtype=torch.int32, device=v.device)
-    sizes.launch(K.scan_extremes_kernel, (heads, parts, batch), f, k, extremes, flag, time, PART, *f.stride()[:3])
+    sizes.launch(
+        K.scan_extremes_kernel, (heads, parts, batch), f, k, theta, None if start is None else beta, extremes,
+        flag, time, PART, start, *f.stride()[:3],
+    )  # fmt: skip
     scheme, heaviest = made(batch, heads, 3 * sizes.free + 1), made(batch, heads, sizes.key)
     state = made(batch, heads, sizes.key, sizes.width) if stated else None
     sizes.launch(
@@ -159,12 +165,13 @@ def _packed(
     )  # fmt: skip
     items = torch.empty(batch, time, heads, sizes.width, dtype=dtype, device=v.device)
     q_out, k_out = (x if x.dtype == dtype else torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k))
-    g, spread = _decay(g), _spread(g)
-    g_out = made(batch, time, heads, sizes.key) if spread else g
+    logits = start is not None and g is not None
+    g, spread = (g, False) if logits else (_decay(g), _spread(g))
+    g_out = made(batch, time, heads, *[sizes.key] * spread) if spread or logits else g
     sizes.launch(
         K.scan_pack_kernel, (heads * sizes.tiles(time), batch, 1), q, k, g, v, f, beta, scheme, q_out, k_out, g_out,
-        items, time, heads, *v.stride()[:3], *f.stride()[:3], CAST_Q=q_out is not q, CAST_K=k_out is not k,
-        SPREAD=spread,
+        items, time, heads, heads if g is None else g.stride(1), *v.stride()[:3], *f.stride()[:3],
+        CAST_Q=q_out is not q, CAST_K=k_out is not k, SPREAD=spread, LOGITS=logits,
     )  # fmt: skip
     return [q_out, k_out, items, g_out, state], scheme, heaviest, flag
 
@@ -185,7 +192,7 @@ def _spread(g: Tensor | None) -> bool:
     return g is not None and g.shape[3] == 1 and miscompiled(g.device)
 
 
-def _unpacked(sizes: _Sizes, sums: Tensor, weigh: Tensor, scheme, beta, flag, dtype: torch.dtype, cells: bool) -> Terms:
+def unpacked(sizes: Sizes, sums: Tensor, weigh: Tensor, scheme, beta, flag, dtype: torch.dtype, cells: bool) -> Terms:
     """The read (B, T, H, ..) for which rows of sums stand, or the memory (B, H, d_k, ..) for which its cells do."""
     batch, heads, rows = scheme.shape[0], scheme.shape[1], sums.shape[2 if cells else 1]
     made = lambda width, dtype: torch.empty(*sums.shape[:3], width, dtype=dtype, device=sums.device)  # noqa: E731
@@ -197,37 +204,48 @@ def _unpacked(sizes: _Sizes, sums: Tensor, weigh: Tensor, scheme, beta, flag, dt
     return terms
 
 
-def _through_unpack(sizes: _Sizes, sums, weigh, scheme, beta, grads, tilt: Tensor, cells: bool) -> Tensor:
-    """The gradient of the sums; writes to `tilt` what tiles give beta's."""
+def through_unpack(
+    sizes: Sizes, sums, weigh, scheme, beta, grads, tilt: Tensor, cells: bool, slope: bool = False
+) -> Tensor:
+    """The gradient of the sums; writes to `tilt` what tiles give beta's, where `slope` theta's."""
     batch, heads, rows = scheme.shape[0], scheme.shape[1], sums.shape[2 if cells else 1]
     given = sum(2**n for n, grad in enumerate(grads) if grad is not None)
     grads = [sums if grad is None else grad.contiguous() for grad in grads]
     d_sums = torch.empty(sums.shape, dtype=sums.dtype, device=sums.device)
     sizes.launch(
         K.scan_unpack_backward_kernel, (heads * sizes.tiles(rows), batch, 1), sums.detach().contiguous(), weigh, scheme,
-        beta, *grads, d_sums, tilt, rows, heads, GRADS=given, CELLS=cells,
+        beta, *grads, d_sums, tilt, rows, heads, GRADS=given, CELLS=cells, SLOPE=slope,
     )  # fmt: skip
     return d_sums
 
 
-def _through_pack(sizes: _Sizes, d_items, d_decay, g, v, f, beta, scheme, tilt) -> tuple[Tensor | None, ...]:
+def _through_pack(sizes: Sizes, d_items, d_decay, g, v, f, beta, scheme, tilt) -> tuple[Tensor | None, ...]:
     """Gradients of g, v and f; writes to `tilt` what tiles give beta's."""
-    batch, time, heads = v.shape[:3]
     source = v if f is None else f
     source = source if source.stride(3) == 1 else source.contiguous()
     fresh = lambda x: None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)  # noqa: E731
     spread, d_v, d_f = _spread(g), fresh(v), fresh(f)
     d_g = fresh(g) if spread else None
-    sizes.launch(
-        K.scan_pack_backward_kernel, (heads * sizes.tiles(time), batch, 1), d_items.contiguous(), d_decay, source, beta,
-        scheme, d_g, d_v, d_f, tilt, time, heads, *source.stride()[:3], SHARED=f is None, SPREAD=spread,
-    )  # fmt: skip
+    launch_pack_backward(sizes, d_items, d_decay, g, source, beta, scheme, d_g, d_v, d_f, tilt, spread)
     if g is not None and not spread:
         d_g = d_decay.view(g.shape).to(g.dtype)
     return d_g, d_v, d_f
 
 
-def _through_entry(sizes: _Sizes, d_state, scheme, beta, memory, tilt) -> list[Tensor]:
+def launch_pack_backward(
+    sizes: Sizes, d_items, d_decay, g, f, beta, scheme, d_g, d_v, d_f, tilt, spread=False, logits=False, slope=False
+):
+    """Write d_v and d_f, or where that is None d_v for both; d_g where it is spread or made from logits; and `tilt`."""
+    batch, time, heads = f.shape[:3]
+    row = lambda x: 0 if x is None else x.stride(1)  # noqa: E731
+    sizes.launch(
+        K.scan_pack_backward_kernel, (heads * sizes.tiles(time), batch, 1), d_items.contiguous(), d_decay, g, f, beta,
+        scheme, d_g, d_v, d_f, tilt, time, heads, row(g), row(d_g), *f.stride()[:3], row(d_v), d_v.stride(2), row(d_f),
+        0 if d_f is None else d_f.stride(2), SHARED=d_f is None, SPREAD=spread, LOGITS=logits, SLOPE=slope,
+    )  # fmt: skip
+
+
+def _through_entry(sizes: Sizes, d_state, scheme, beta, memory, tilt) -> list[Tensor]:
     """Gradients of the memory; writes to `tilt` what heads give beta's."""
     batch, heads = scheme.shape[:2]
     grads = [torch.empty_like(x) for x in memory]
@@ -248,8 +266,9 @@ def by_fla(
     g: Tensor | None,
     state: Float[Tensor, "b h dk d"] | None,
     opens: Bool[Tensor, "b t"] | None,
-) -> tuple[Float[Tensor, "b t h d"], Float[Tensor, "b h dk d"]]:
-    """The rows, and the state after the last token; d is a multiple of 16, q, k and items have one dtype.
+    last: bool = True,
+) -> tuple[Float[Tensor, "b t h d"], Float[Tensor, "b h dk d"] | None]:
+    """The rows, and where `last` the state after the last token; d is a multiple of 16, q, k and items have one dtype.
 
     g (B, T, H) or (B, T, H, d_k) and the state are float32; opens: where a document begins."""
     inputs, borders = [q, k, items, g], None
@@ -263,10 +282,10 @@ def by_fla(
         if state is not None:
             state = torch.where(opens[starts, None, None, None], 0, state[starts // time])
     run = fla_kernel(g, inputs[0].shape[1])
-    out, last = run(*inputs, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=borders)
+    out, after = run(*inputs, scale=1.0, initial_state=state, output_final_state=last, cu_seqlens=borders)
     if opens is None:
-        return out, last
-    return out.view(rows, time, *out.shape[2:]), last.index_select(0, finals)
+        return out, after
+    return out.view(rows, time, *out.shape[2:]), after.index_select(0, finals)
 
 
 @cache

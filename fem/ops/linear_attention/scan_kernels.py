@@ -17,7 +17,15 @@ has two columns, of which the second one holds what 16 bits round away. SHARED: 
 import triton
 import triton.language as tl
 
-from fem.ops.common.triton_math import LEAST_PROVEN, energy, level, lifted, logarithm
+from fem.ops.common.triton_math import (
+    LEAST_PROVEN,
+    energy,
+    exact_softplus,
+    level,
+    lifted,
+    logarithm,
+    slope_of_beta,
+)
 
 LIGHT = tl.constexpr(30.0)  # log-weights up to here need no scale
 LOG_ZERO = tl.constexpr(-1e30)
@@ -46,16 +54,17 @@ def load_scheme(scheme, beta, cell, head, FREE: tl.constexpr, channel, there):
 
 @triton.jit
 def scan_extremes_kernel(
-    f, k, extremes, flag, time, part, f_batch, f_row, f_head, FREE: tl.constexpr, KEY: tl.constexpr,
+    f, k, theta, beta, extremes, flag, time, part, start, f_batch, f_row, f_head, FREE: tl.constexpr, KEY: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The least and greatest f and the greatest k among `part` tokens, (B, H, parts, 2 FREE + KEY). Lowers the flag."""
+    """The least and greatest f and the greatest k among `part` tokens, (B, H, parts, 2 FREE + KEY). Lowers the flag.
+    Where there is a beta to be written, it is softplus(theta + start), 1 without theta."""
     head, step, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     channel, wide = tl.arange(0, COLUMNS), tl.arange(0, WIDE)
     low, high = tl.full((ROWS, COLUMNS), INFINITE, tl.float32), tl.full((ROWS, COLUMNS), -INFINITE, tl.float32)
     most = tl.zeros((ROWS, WIDE), tl.float32)
-    for start in range(step * part, min(step * part + part, time), ROWS):
-        row = start + tl.arange(0, ROWS)
+    for first in range(step * part, min(step * part + part, time), ROWS):
+        row = first + tl.arange(0, ROWS)
         token, inside = row.to(tl.int64)[:, None], (row < time)[:, None]
         in_free = inside & (channel < FREE)[None]
         x = tl.load(
@@ -71,6 +80,12 @@ def scan_extremes_kernel(
     tl.store(found + 2 * FREE + wide, tl.max(most, 0), wide < KEY)
     if head + step + batch == 0:
         tl.store(flag, 0)
+    if beta is not None and step + batch == 0:
+        rate = tl.full((COLUMNS,), 1.0, tl.float32)
+        if theta is not None:
+            x = tl.load(theta + head * FREE + channel, channel < FREE, other=0.0).to(tl.float32)
+            rate = exact_softplus(x + start)
+        tl.store(beta + head * FREE + channel, rate, channel < FREE)
 
 
 @triton.jit
@@ -188,13 +203,13 @@ def scan_enter_backward_kernel(
 
 @triton.jit
 def scan_pack_kernel(
-    q, k, g, v, f, beta, scheme, q_out, k_out, g_out, items, time, heads, v_batch, v_row, v_head, f_batch, f_row,
+    q, k, g, v, f, beta, scheme, q_out, k_out, g_out, items, time, heads, g_row, v_batch, v_row, v_head, f_batch, f_row,
     f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, CAST_Q: tl.constexpr,
-    CAST_K: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr,
-    WIDE: tl.constexpr, REST: tl.constexpr,
+    CAST_K: tl.constexpr, SPREAD: tl.constexpr, LOGITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BROAD: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """s [v | e | 1], 0 behind them; q and k in the items' dtype where they have another; where SPREAD, a head's decay
-    g (B, T, H) in every key channel."""
+    g (B, T, H) in every key channel; where LOGITS, logsigmoid(g) / 16."""
     head, tile, batch = place(heads)
     channel, column, wide, rest = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), tl.arange(0, REST)
     row, cell = tile * ROWS + tl.arange(0, ROWS), batch * heads + head
@@ -222,39 +237,52 @@ def scan_pack_kernel(
     if SPREAD:
         x = tl.load(g + entry, inside, other=0.0)
         tl.store(g_out + entry * KEY + wide[None], x + tl.zeros((ROWS, WIDE), tl.float32), keys)
+    if LOGITS:
+        x = tl.load(g + (batch * time + token) * g_row + head, inside, other=0.0).to(tl.float32)
+        tl.store(g_out + entry, exact_softplus(-x) * (-1 / 16), inside)
 
 
 @triton.jit
 def scan_pack_backward_kernel(
-    d_items, d_spread, f, beta, scheme, d_g, d_v, d_f, d_beta, time, heads, f_batch, f_row, f_head, MEAN: tl.constexpr,
-    FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr,
+    d_items, d_decay, g, f, beta, scheme, d_g, d_v, d_f, d_beta, time, heads, g_row, d_g_row, f_batch, f_row, f_head,
+    d_v_row, d_v_head, d_f_row, d_f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr,
+    WIDTH: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr, LOGITS: tl.constexpr, SLOPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """df = beta exp(z) de, which d_v gets beside the mean's gradient where SHARED; where SPREAD, the sum of the
-    decays' gradients of a head. d_beta: of this tile, sum_i exp(z) de (f - m)."""
+    decays' gradients of a head; where LOGITS, the gradient of the decay's. d_beta: of this tile,
+    sum_i exp(z) de (f - m), where SLOPE of theta."""
     head, tile, batch = place(heads)
     channel, column, wide = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE)
     row, cell = tile * ROWS + tl.arange(0, ROWS), batch * heads + head
     token, inside = row.to(tl.int64)[:, None], (row < time)[:, None]
-    entry = (batch * time + token) * heads + head
+    token += batch * time
+    entry = token * heads + head
     shift, _narrow, middle, rate, scale = load_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
     light = tl.exp(-scale)
     in_mean, in_free = inside & (column < MEAN)[None], inside & (channel < FREE)[None]
-    x = tl.load(f + batch * f_batch + token * f_row + head * f_head + channel[None], in_free, other=0.0).to(tl.float32)
+    x = f + batch * f_batch + (token - batch * time) * f_row + head * f_head + channel[None]
+    x = tl.load(x, in_free, other=0.0).to(tl.float32)
     d_e = tl.load(d_items + entry * WIDTH + MEAN + channel[None], in_free, other=0.0).to(tl.float32)
     d_e *= light * tl.exp(tl.where(in_free, rate * (x - shift), 0.0))
     if SHARED:
         mine = tl.load(d_items + entry * WIDTH + channel[None], in_free, other=0.0).to(tl.float32)
-        tl.store(d_v + entry * MEAN + channel[None], light * mine + rate * d_e, in_free)
+        tl.store(d_v + token * d_v_row + head * d_v_head + channel[None], light * mine + rate * d_e, in_free)
     else:
         mine = tl.load(d_items + entry * WIDTH + column[None], in_mean, other=0.0).to(tl.float32)
-        tl.store(d_v + entry * MEAN + column[None], light * mine, in_mean)
-        tl.store(d_f + entry * FREE + channel[None], rate * d_e, in_free)
+        tl.store(d_v + token * d_v_row + head * d_v_head + column[None], light * mine, in_mean)
+        tl.store(d_f + token * d_f_row + head * d_f_head + channel[None], rate * d_e, in_free)
+    if SLOPE:
+        d_e *= slope_of_beta(rate)
     tilt = tl.sum(tl.where(in_free, d_e * (x - middle), 0.0), 0)
     tl.store(d_beta + (batch * tl.num_programs(0) + tl.program_id(0)) * FREE + channel, tilt, channel < FREE)
     if SPREAD:
-        each = tl.load(d_spread + entry * KEY + wide[None], inside & (wide < KEY)[None], other=0.0).to(tl.float32)
+        each = tl.load(d_decay + entry * KEY + wide[None], inside & (wide < KEY)[None], other=0.0).to(tl.float32)
         tl.store(d_g + entry, tl.sum(each, 1)[:, None], inside)
+    if LOGITS:
+        x = tl.load(g + token * g_row + head, inside, other=0.0).to(tl.float32)
+        d_x = tl.load(d_decay + entry, inside, other=0.0) * (1 / 16) * tl.sigmoid(-x)
+        tl.store(d_g + token * d_g_row + head, d_x, inside)
 
 
 @triton.jit
@@ -331,11 +359,13 @@ def scan_unpack_kernel(
 @triton.jit
 def scan_unpack_backward_kernel(
     sums, weigh, scheme, beta, d_log_weight, d_mean, d_free, d_sums, d_beta, rows, heads, GRADS: tl.constexpr,
-    MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, CELLS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr,
+    SLOPE: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr,
+    CELLS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
+    REST: tl.constexpr,
 ):  # fmt: skip
     """dsums_v = dmean / sums_1, dsums_e = dF / (beta sums_e), in narrow channels dF / (beta (1 + R) sums_1);
-    dsums_1 = (dlog w - sum_j dmean mean - sum_j dsums_e sums_e) / sums_1. d_beta: sum_t dF (m - F) / beta.
+    dsums_1 = (dlog w - sum_j dmean mean - sum_j dsums_e sums_e) / sums_1. d_beta: sum_t dF (m - F) / beta, where
+    SLOPE of theta.
 
     GRADS: 1, 2 and 4, added up: which of d_log_weight, d_mean and d_free there are."""
     entry, in_mean, in_free, inside, _doubtful, known, weight, v, f, ratio, slope, middle, rate, _scale = load_sums(
@@ -357,6 +387,8 @@ def scan_unpack_backward_kernel(
         d_e = tl.where(in_free & known, d_f * slope / weight, 0.0).to(dtype).to(tl.float32)
         d_weight -= tl.sum(tl.where(in_free & known, d_e * ratio, 0.0), 1)[:, None]
         tilt = tl.where(in_free & known, d_f * (middle - f), 0.0)
+        if SLOPE:
+            tilt *= slope_of_beta(rate)
     to = d_sums + entry * WIDTH
     tl.store(to + column[None], d_v, in_mean)
     tl.store(to + MEAN + channel[None], d_e, in_free)

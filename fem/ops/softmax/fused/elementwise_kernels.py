@@ -23,10 +23,10 @@ from fem.ops.common.triton_math import (
     LEAST_PROVEN,
     energy,
     exact_softplus,
-    exp_minus_1,
     gate,
     level,
     lifted,
+    slope_of_beta,
     through_gate,
     turn,
 )
@@ -76,12 +76,6 @@ def load_logits(
         if bias is not None:
             found += tl.load(bias + head * width + column, column < width, other=0.0).to(tl.float32)[None]
         return found
-
-
-@triton.jit
-def slope_of_beta(beta):
-    """d beta / d theta = 1 - e^-beta, of beta = softplus(theta + its start)."""
-    return tl.where(beta < 1.0, -exp_minus_1(-tl.minimum(beta, 1.0)), 1.0 - tl.exp(-beta))
 
 
 @triton.jit

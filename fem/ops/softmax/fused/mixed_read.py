@@ -20,11 +20,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import on
+from fem.ops.common.joined import Maps, joined
 from fem.ops.common.operator import operator
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as K
 from fem.ops.softmax.fused import fused_attention
-from fem.ops.softmax.fused.layer_form import SPANS, Form, Options, Sizes, joined, rows_of_tile, sizes_of
+from fem.ops.softmax.fused.layer_form import SPANS, Form, Options, Sizes, rows_of_tile, sizes_of
 
 BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
 
@@ -78,8 +79,7 @@ class _MixedRead(torch.autograd.Function):
         tensors = (x, *joined(x, weights, biases or None), *others)
         kept = _mixed_forward(*tensors, *options)
         ctx.save_for_backward(*tensors, *kept)
-        ctx.options, ctx.dtype = options, weights[0].dtype
-        ctx.shapes, ctx.biased = [w.shape for w in weights], [b is not None for b in biases]
+        ctx.options, ctx.maps = options, Maps(weights, biases)
         return kept[0]
 
     @staticmethod
@@ -91,12 +91,7 @@ class _MixedRead(torch.autograd.Function):
             )
         gradients = _mixed_backward(grad, ctx.saved_tensors, *ctx.options)
         d_x, d_weight, d_bias, *others = _of_inputs(gradients, ctx.saved_tensors)
-        rows = [shape[0] for shape in ctx.shapes]
-        d_weights = d_weight.to(ctx.dtype).split_with_sizes(rows)
-        d_weights = [d if d.shape == shape else d[:, : shape[1]] for d, shape in zip(d_weights, ctx.shapes)]
-        d_biases = d_bias.to(ctx.dtype).split_with_sizes(rows) if ctx.biased else ()
-        d_biases = [d if biased else None for d, biased in zip(d_biases, ctx.biased)]
-        return None, None, d_x, *others, None, None, *d_weights, *d_biases
+        return None, None, d_x, *others, None, None, *ctx.maps.gradients(d_weight, d_bias)
 
 
 def _of_inputs(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
