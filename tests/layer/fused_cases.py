@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.ops.common import part_kernels
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as kernels
+from fem.ops.softmax.fused import joined_maps
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # fresh memory is NaN: what nobody wrote shows
@@ -198,6 +200,8 @@ KERNELS = {  # and a layer that needs it
     **{name: (doubt, "grouped heads") for name in vars(doubt) if name.startswith("doubtful_")},
     **dict.fromkeys(("rotate_kernel", "pack_backward_kernel", "mix_backward_kernel"), (kernels, "grouped heads")),
     **dict.fromkeys(("modulate_kernel", "modulate_backward_kernel"), (kernels, "slim, grouped, conditioner")),
+    "join_maps_kernel": (joined_maps, "slim, grouped, conditioner"),
+    "sum_parts_kernel": (part_kernels, "slim, grouped, conditioner"),
 }
 
 

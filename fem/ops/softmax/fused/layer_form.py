@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
 import triton
 from jaxtyping import Float
 from torch import Tensor
@@ -136,18 +133,3 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
 def rows_of_tile(form: Form) -> int:
     """Tokens of a tile."""
     return max(LEAST if form.rank else 1, TILE_NUMBERS // triton.next_power_of_2(form.width))
-
-
-def joined(
-    x: Float[Tensor, "b t f"],
-    weights: Sequence[Float[Tensor, "_ _"]],
-    biases: Sequence[Float[Tensor, " _"] | None] | None,
-) -> tuple[Float[Tensor, "c f"], Float[Tensor, " c"] | None]:
-    """W and b of all maps, in x's dtype; a weight is 0 for those features of x that its map does not read."""
-    inputs = x.shape[-1]
-    weight = torch.cat([w if w.shape[1] == inputs else F.pad(w, (0, inputs - w.shape[1])) for w in weights])
-    if biases is None:
-        return weight.to(x.dtype), None
-    missing = [len(w) for w, b in zip(weights, biases) if b is None]
-    zeros = iter(weight.new_zeros(sum(missing)).split_with_sizes(missing) if missing else ())
-    return weight.to(x.dtype), torch.cat([next(zeros) if b is None else b for b in biases]).to(x.dtype)
