@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer
+from fem.ops.common import joined, part_kernels
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as kernels
 
@@ -240,6 +241,8 @@ KERNELS = {  # and a layer that needs it
     **{name: (doubt, "grouped heads") for name in vars(doubt) if name.startswith("doubtful_")},
     **dict.fromkeys(("rotate_kernel", "pack_backward_kernel", "mix_backward_kernel"), (kernels, "grouped heads")),
     **dict.fromkeys(("modulate_kernel", "modulate_backward_kernel"), (kernels, "slim, grouped, conditioner")),
+    "join_maps_kernel": (joined, "slim, grouped, conditioner"),
+    "sum_parts_kernel": (part_kernels, "slim, grouped, conditioner"),
 }
 
 

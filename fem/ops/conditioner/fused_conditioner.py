@@ -127,6 +127,7 @@ def _backward(
 ):  # fmt: skip
     """Gradients of x, of the map's weight, of the state before the first token, and side by side of the small ones:
     weight and bias, the map's bias, and the first norm's weight and bias."""
+    from fem.ops.common.part_kernels import summed
     from fem.ops.conditioner import conditioner_kernels as kernels
 
     grad, x, keep, start, d_last = _contiguous(grad, x, keep, start, d_last)
@@ -152,7 +153,8 @@ def _backward(
             d_normed, grad, x, in_weight, d_x, parts[:, 5 * sizes.width :], rows, -(-rows // (programs * tile["ROWS"])),
             row, parts.shape[1], in_eps, width=inputs, **tile,
         )  # fmt: skip
-    return d_x, flat.T @ normed.flatten(0, 1), d_hidden, parts.sum(0)
+        small = summed(parts, weight.dtype)
+    return d_x, flat.T @ normed.flatten(0, 1), d_hidden, small
 
 
 def input_tile(inputs: int) -> dict[str, int]:
@@ -195,7 +197,7 @@ def _gradients(ctx, by_kernels, grad, d_last) -> tuple[Tensor | None, ...]:
         grad, d_last, x, in_weight, map_weight, weight, bias, keep, start, *saved[_TENSORS:], *ctx.eps, *form
     )
     width, inputs = len(weight), (small.shape[0] - 5 * len(weight)) // 2
-    d_weight, d_bias, d_map_bias, d_in_weight, d_in_bias = small.to(weight.dtype).split_with_sizes(
+    d_weight, d_bias, d_map_bias, d_in_weight, d_in_bias = small.split_with_sizes(
         [width, width, 3 * width, inputs, inputs]
     )
     if in_weight is None:
@@ -249,7 +251,7 @@ _operator_backward = operator(
 @_operator_backward.register_fake
 def _(grad, d_last, x, in_weight, map_weight, weight, bias, keep, start, normed, projected, starts, *options):
     new = lambda *shape: starts.new_empty(shape)  # noqa: E731
-    small = new(5 * len(weight) + (0 if in_weight is None else 2 * x.shape[2]))
+    small = weight.new_empty(5 * len(weight) + (0 if in_weight is None else 2 * x.shape[2]))
     return x.new_empty(x.shape), projected.new_empty(map_weight.shape), new(x.shape[0], len(weight)), small
 
 

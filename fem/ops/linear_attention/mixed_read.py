@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import on
 from fem.ops.common.joined import Biases, Maps, Weights, joined
+from fem.ops.common.part_kernels import summed
 from fem.ops.common.precision import fallbacks
 from fem.ops.common.token_kernels import launch_gate
 from fem.ops.linear_attention import kernel_read as scan
@@ -187,6 +188,7 @@ class _MixedRead(torch.autograd.Function):
             )  # fmt: skip
             d_q, d_k = map(form.by_heads, d_keys.chunk(2, -1))
             launch_features(d_phi_q, d_phi_k, *items[:2], d_q, d_k, cos, sin, eps, backward=True)
+            d_theta = summed(tilts.flatten(0, 1), theta.dtype) if slope else None
         if form.context:
             torch.addcmul(d_values, d_values, _eta(form, x, scale), out=to_values)
         flat, features = d_joint.flatten(0, 1), x.flatten(0, 1)
@@ -196,7 +198,6 @@ class _MixedRead(torch.autograd.Function):
             d_x[:, h].addmm_(d_eta, scale)
             d_scale = d_eta.T @ features[:, h]
         d_maps = ctx.maps.gradients(flat.T @ features, flat.sum(0) if ctx.maps.biased else None)
-        d_theta = tilts.flatten(0, 1).sum(0) if slope else None
         return None, None, d_x.view(x.shape), d_theta, None, None, d_scale, *d_ups, *d_maps
 
 

@@ -5,7 +5,7 @@
 The product's result is one tensor, of which the kernels read and write columns: q and k are turned in place, and the
 gradients of all maps are written side by side, so that one product makes dW and one dx. Where x is [x, h], with the
 conditioner's features, v has weights of 0 for h, and is multiplied by 1 + W_v h. Beside products, sums over tokens and
-torch's attention there are 5 launches forward and 7 backward, with a conditioner 6 and 8. Nothing waits for the host.
+torch's attention there are 6 launches forward and 7 backward, with a conditioner 7 and 8. Nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from fem.ops.common.backend import on
 from fem.ops.common.joined import Maps, joined
 from fem.ops.common.operator import operator
+from fem.ops.common.part_kernels import summed
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as K
 from fem.ops.softmax.fused import fused_attention
@@ -183,7 +184,7 @@ class _Doubt(NamedTuple):
     def d_theta(self, form: Form) -> Float[Tensor, "hkv df"]:
         """theta's gradient: the sum over all tiles, of queries and of values."""
         if form.heads == form.kv_heads:
-            return self.tilted.view(-1, form.kv_heads, form.free).sum(0)
+            return summed(self.tilted.view(-1, form.kv_heads, form.free), torch.float32)
         query_parts = self.query_parts.view(-1, form.kv_heads, form.heads // form.kv_heads, form.free).sum((0, 2))
         return query_parts + self.value_parts.view(-1, form.kv_heads, form.free).sum(0)
 
@@ -273,7 +274,7 @@ def _through_second_maps(joint, gates, ups, d_logits, d_gates, d_biases) -> list
         d = d.view(-1, len(up))
         torch.mm(d, up, out=d_z.flatten(0, 2))
         torch.mm(d.T, z.flatten(0, 2), out=d_up)
-    return [d_ups, d_biases.sum(0).to(joint.dtype) if biases else None]
+    return [d_ups, summed(d_biases, joint.dtype) if biases else None]
 
 
 def _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful: _Doubt, form: Form, scale: float, sizes: Sizes):
