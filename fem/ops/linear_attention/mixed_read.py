@@ -189,6 +189,7 @@ class _MixedRead(torch.autograd.Function):
             launch_features(d_phi_q, d_phi_k, *items[:2], d_q, d_k, cos, sin, eps, backward=True)
         if form.context:
             torch.addcmul(d_values, d_values, _eta(form, x, scale), out=to_values)
+        del d_sums, d_items, d_phi_q, d_phi_k, d_read, d_mean, d_free, found  # before dx is allocated
         flat, features = d_joint.flatten(0, 1), x.flatten(0, 1)
         d_x, d_scale = flat @ weight, None
         if form.context:
