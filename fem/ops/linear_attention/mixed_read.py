@@ -191,6 +191,7 @@ class _MixedRead(torch.autograd.Function):
             d_theta = summed(tilts.flatten(0, 1), theta.dtype) if slope else None
         if form.context:
             torch.addcmul(d_values, d_values, _eta(form, x, scale), out=to_values)
+        del d_sums, d_items, d_phi_q, d_phi_k, d_read, d_mean, d_free, found  # before dx is allocated
         flat, features = d_joint.flatten(0, 1), x.flatten(0, 1)
         d_x, d_scale = flat @ weight, None
         if form.context:
