@@ -45,7 +45,7 @@ class OpensWithFEM:
 
 
 def offer(model_class: type) -> None:
-    """Make a class an attribute of transformers, where `transformers serve` 5.23 looks for it by its name.
+    """Make a class an attribute of transformers, where `transformers serve` 5.24 looks for it by its name.
 
     The config of a replaced model names an Auto class there first. In ours vLLM 0.32 would take that name for a model.
     It is set on the type of that module, as its __init__ may run twice, and programs then hold two module objects.

@@ -453,7 +453,7 @@ def test_swiglu_follows_the_width_unless_given():
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ValueError, "got partial_rotary_factor = 0.5, which"),
     ],
 )
-def test_impossible_configurations_are_refused_in_one_sentence(fields, error, words):
+def test_impossible_configurations_are_refused_in_one_sentence(as_users_run, fields, error, words):
     with pytest.raises(error, match=words):
         small_config(**fields)
 

@@ -311,8 +311,8 @@ def load_sums(
         floor = tl.sum(q, 1)[:, None]
         seen = floor > 0
     lowest = tl.min(tl.where(narrow | (in_free == 0), INFINITE, e), 1)[:, None]
-    proven = (weight > 0) & (weight >= LEAST_PROVEN * floor) & (weight < INFINITE)
-    proven &= lowest >= LEAST_PROVEN * tl.maximum(weight, floor)
+    proven = (weight > 0) & (weight >= floor * LEAST_PROVEN) & (weight < INFINITE)
+    proven &= lowest >= tl.maximum(weight, floor) * LEAST_PROVEN
     known = seen & proven
     weight = tl.where(known, weight, 1.0)
     ratio = tl.where(known, e / weight, tl.where(narrow, 0.0, 1.0))

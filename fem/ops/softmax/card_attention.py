@@ -1,7 +1,7 @@
 """Attention on a card by torch's fused kernels, never by the form of T x T scores, and functions compiled there.
 
-Private parts of PyTorch: `_dynamo.config.patch` and `_dynamo.maybe_mark_dynamic`, of 2.11 to 2.13. They may go when
-`torch.compile` takes a limit of recompilations and dimensions that may vary.
+Private parts of PyTorch: `_dynamo.config.patch` and `_dynamo.maybe_mark_dynamic`, of 2.11 to 2.14. They may go when
+2.14 is the oldest supported, whose `torch.compile` takes a limit of recompilations and dimensions that may vary.
 """
 
 from __future__ import annotations

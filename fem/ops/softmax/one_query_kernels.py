@@ -79,7 +79,7 @@ def read_part_kernel(
                 e = tl.load(free + token * f_row + channel[None], inside & there[None], other=0.0)
         score = tl.sum(x.to(tl.float32) * query[None], 1)
         if MASKED:
-            score += LOG2_E * tl.load(mask + batch * mask_batch + head * mask_head + key, key < stop, other=0.0)
+            score += tl.load(mask + batch * mask_batch + head * mask_head + key, key < stop, other=0.0) * LOG2_E
         score = tl.where(key < stop, score, float("-inf"))
         top, fall, p = raised(top, score)
         weight = weight * fall + p
