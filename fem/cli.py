@@ -26,6 +26,8 @@ except ModuleNotFoundError as error:
 
 RESEARCH = "the paper's experiments are commands of a package of their own: pip install ./research in your copy"
 
+TERMINATED = 128 + signal.SIGTERM  # the exit status of a shell
+
 UsageError = typer.BadParameter.__base__  # typer raises it for unknown options and commands, too
 
 
@@ -69,9 +71,12 @@ def load(name: str) -> TyperCommand:
     def interruptible(*args, **options):
         try:
             return command(*args, **options)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as stop:
+            status = 130 if isinstance(stop, KeyboardInterrupt) else stop.code
+            if status not in (130, TERMINATED):
+                raise
             print(stopped(name), file=sys.stderr)
-            raise typer.Exit(130) from None
+            raise typer.Exit(status) from None
 
     single = typer.Typer(add_completion=False)
     single.command(name)(interruptible)
@@ -79,7 +84,7 @@ def load(name: str) -> TyperCommand:
 
 
 def stopped(name: str) -> str:
-    """The message after Ctrl-C: whether anything is kept, and the command that continues."""
+    """The message after Ctrl-C or SIGTERM: whether anything is kept, and the command that continues."""
     resumes = name in commands()[name].RESUMABLE
     kept = "finished parts are saved, and the same command goes on" if resumes else "to begin again"
     return f"stopped; {kept}: {shlex.join(['fem', *sys.argv[1:]])}"
@@ -104,7 +109,7 @@ def options(version: Annotated[bool | None, VERSION] = None) -> None:
 
 def main() -> None:
     """Run a command. An error of the user's making is one sentence on standard error and exit status 2."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TERMINATED))
     try:
         sys.exit(app(standalone_mode=not _under_torchrun()))
     except UsageError as error:

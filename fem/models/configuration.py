@@ -18,6 +18,7 @@ from fem.models.rope import check_turns, read_rope, scaled
 from fem.prior_table import PRIORS, ROTARY
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
+ATTENTION_NAMES = {"sliding_window": "window", "attention_dropout": "dropout"}  # as other models' configs have them
 MODEL_NAMES = {
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
@@ -99,8 +100,9 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         if values.pop("rope_scaling", None) is not None:
             raise TypeError("FEMConfig has no field 'rope_scaling'; pass rope_parameters, with a rope_type.")
         for name in values:
-            if name in MIXER_FIELDS:
-                remedy = MODEL_NAMES.get(name, f"mixer={{{name!r}: {values[name]!r}}}")
+            field = ATTENTION_NAMES.get(name, name)
+            if field in MIXER_FIELDS:
+                remedy = MODEL_NAMES.get(name, f"mixer={{{field!r}: {values[name]!r}}}")
                 raise ValueError(f"FEMConfig has no field {name!r}, which belongs to the mixers; pass {remedy}.")
         refuse_unknown(self, values)
         self._check_sizes()

@@ -73,7 +73,14 @@ class Prior(nn.Module, ABC):
 
     def forward(self, *inputs):
         """`read`, as a module's call: hooks that load parameters when it is called, such as accelerate's, know it."""
-        return self.read(*inputs)
+        found, keeps = self.read(*inputs), inputs[4] is not None
+        if isinstance(found, Read) or not isinstance(found, tuple) or (keeps and not isinstance(found[1], dict)):
+            got = type(found).__name__ if isinstance(found, Read) or not isinstance(found, tuple) else "no dict"
+            raise TypeError(
+                f"read of the prior {self.name!r} must return a Read and the memory after it, which is a dict where "
+                f"memory is one, got {got}."
+            )
+        return found
 
     @staticmethod
     def beta_shape(config: FreeEnergyMixerConfig) -> tuple[int, ...]:

@@ -38,8 +38,8 @@ def run_name(run: Path) -> str:
     return re.sub(r"\W", "_", run.name)
 
 
-def add_run(run: Path, output: Path) -> None:
-    """Put the trainings of a run into the record in the folder `output`, in the place of its earlier ones."""
+def require_ended(run: Path) -> None:
+    """Raises ValueError unless the folder is that of a run that has ended."""
     for name in (PAGE, RESULTS, CONFIG):
         if not (run / name).is_file() and checkpoints(run):
             raise ValueError(
@@ -47,6 +47,10 @@ def add_run(run: Path, output: Path) -> None:
             )
         if not (run / name).is_file():
             raise ValueError(f"runs must be folders of runs that have ended, got {str(run)!r} without {name}.")
+
+
+def add_run(run: Path, output: Path) -> None:
+    """Put the trainings of a run into the record in the folder `output`, in the place of its earlier ones."""
     config, results = read_run(run / CONFIG), read_run(run / RESULTS)
     if not isinstance(config.get("experiment"), str) or not isinstance(recipe := config.get("recipe"), dict):
         raise Broken(f"{str(run / CONFIG)!r} does not say which experiment it is")
@@ -79,6 +83,8 @@ def add_runs(runs: Sequence[Path] | None, output: Path) -> int:
     names = [run_name(run) for run in runs]
     if twice := [str(run) for run, name in zip(runs, names) if names.count(name) > 1]:
         raise ValueError(f"runs must have names of their own in the record, got {' and '.join(twice)}; rename one.")
+    for run in runs:
+        require_ended(run)
     output.mkdir(parents=True, exist_ok=True)
     added = 0
     with FileLock(output / LOCK):

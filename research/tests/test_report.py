@@ -99,12 +99,13 @@ def test_a_run_takes_the_place_of_no_other(tmp_path, output):
 
 
 @pytest.mark.parametrize("missing", ["report.md", "results.json", "config.json"])
-def test_a_run_that_has_not_ended_is_refused_by_name(tmp_path, output, missing):
-    run = made_up_run(tmp_path / "run")
+def test_a_run_that_has_not_ended_is_refused_by_name(tmp_path, missing):
+    """And nothing is written, not of runs before it either."""
+    ended, run = made_up_run(tmp_path / "ended"), made_up_run(tmp_path / "run")
     (run / missing).unlink()
     with pytest.raises(ValueError, match=f"runs must be folders of runs that have ended, got .* without {missing}"):
-        add_runs([run], output)
-    assert not list(output.glob("*.csv"))
+        add_runs([ended, run], tmp_path / "results")
+    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize(
@@ -154,4 +155,4 @@ def test_without_names_every_finished_run_is_taken(tmp_path, monkeypatch, output
 def test_a_training_is_no_run_of_an_experiment(tmp_path, output):
     (tmp_path / "train" / "checkpoint-5").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"got the training .*; fem eval --model"):
-        add_run(tmp_path / "train", output)
+        add_runs([tmp_path / "train"], output)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -132,12 +133,12 @@ def test_help_shows_brackets_and_values(monkeypatch):
     ("command", "said"),
     [("argmax", "to begin again: fem argmax --seed 3"), ("mad", "the same command goes on: fem mad --seed 3")],
 )
-def test_ctrl_c_says_what_to_type(monkeypatch, capsys, command, said):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(import_module(f"fem_research.{command}.experiment"), "run", interrupted)
-    assert fem(monkeypatch, command, "--seed", "3") == 130
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_command_says_what_to_type(monkeypatch, capsys, command, said, sent, status):
+    monkeypatch.setattr(
+        import_module(f"fem_research.{command}.experiment"), "run", lambda *_: signal.raise_signal(sent)
+    )
+    assert fem(monkeypatch, command, "--seed", "3") == status
     assert capsys.readouterr().err.splitlines()[-1].endswith(said)
 
 

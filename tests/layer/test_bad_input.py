@@ -68,6 +68,16 @@ def shifted(x):
     return torch.nn.functional.pad(x, (0, 0, 1, -1))
 
 
+def own(change):
+    """A layer in a stream, whose prior returns `change` of what it should."""
+
+    class Own(PRIORS["linear"]):
+        def read(self, *inputs):
+            return change(*super().read(*inputs))
+
+    return layer(Own(config()))(X, return_state=True)
+
+
 def unsaved_below(**given):
     class Forgetful(PRIORS["linear"]):
         def __init__(self, config):
@@ -193,6 +203,9 @@ TABLE = [
     (FreeEnergyMixer, {"config": SIZES}, TypeError, "config must be a FreeEnergyMixerConfig, .* got a dict"),
     (layer, {"prior": PRIORS["gla"]}, TypeError, "prior must be a Prior that was built, .* the class GatedLinearPrior"),
     (unsaved_below, {}, ValueError, r"buffer 'part\.table' of a prior must be persistent"),
+    (own, {"change": lambda read, memory: read}, TypeError, "read of the prior 'linear' must return .* got Read"),
+    (own, {"change": lambda read, memory: (read, None)}, TypeError, "read of the prior 'linear' .* got no dict"),
+    (own, {"change": lambda read, memory: None}, TypeError, "read of the prior 'linear' must return .* got NoneType"),
     (lambda: layer(PRIORS["softmax"](config(window=2))), {}, ValueError, "prior must be built .*got window=2"),
     (OperatorPrior, {"op": "cumsum"}, TypeError, "op must be a function or module .* got 'cumsum'"),
     (operator, {"op": lambda x: x.cumsum(1).double()}, TypeError, "op must return .*32, got torch.float64"),

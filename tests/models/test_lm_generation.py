@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from itertools import cycle
 
 import pytest
@@ -120,10 +121,15 @@ def test_left_padding_stays_masked_in_the_cache(model):
 @pytest.mark.parametrize("prompt, written, options", [
     (5, 3, {}), (5, 3, {"use_cache": False}), (5, 3, {"num_beams": 2}), (7, 1, {}), (8, 1, {}),
 ])  # fmt: skip
-def test_generation_stops_at_the_longest_row_from_ids_and_from_embeddings(prompt, written, options):
+def test_generation_stops_at_the_longest_row_from_ids_and_from_embeddings(prompt, written, options, caplog):
+    """And says so where more was asked for."""
     model, ids = lively(FEMForCausalLM(small_config(max_position_embeddings=8))), tokens(2, prompt)
+    logging.Logger.warning_once.cache_clear()
+    model.generate(ids, max_new_tokens=written, do_sample=False, **options)
+    assert not caplog.messages
     from_ids = generate(model, ids, **options)
     assert from_ids.shape == (2, prompt + written)
+    assert any("the text ends at config.max_position_embeddings = 8 tokens" in said for said in caplog.messages)
     embeddings = model.get_input_embeddings()(ids)
     assert torch.equal(generate(model, None, inputs_embeds=embeddings, **options), from_ids[:, prompt:])
 

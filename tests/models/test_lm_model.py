@@ -449,6 +449,7 @@ def test_swiglu_follows_the_width_unless_given():
         ({"rope_parameters": {"rope_theta": 5.0}, "mixer": {"rope_theta": 6.0}}, ValueError, "rope_theta is given"),
         ({"mixer": {"rope_factor": 2.0}}, ValueError, "rope_parameters"),
         ({"rope_theta": 6.0}, ValueError, r"which belongs to the mixers; pass mixer=\{'rope_theta': 6.0\}"),
+        ({"sliding_window": 4}, ValueError, r"which belongs to the mixers; pass mixer=\{'window': 4\}"),
         ({"rope_scaling": YARN}, TypeError, "no field 'rope_scaling'; pass rope_parameters"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ValueError, "got partial_rotary_factor = 0.5, which"),
     ],

@@ -462,6 +462,7 @@ def test_a_replaced_model_has_shapes_without_values():
         ({"layers": [0, 0]}, "layers must be .* each once"),
         ({"preserve": "no"}, "preserve must be True or False, got 'no'"),
         ({"lamda_init": 1.0}, "lamda_init.*did you mean 'lambda_init'"),
+        ({"perserve": False}, "perserve.*did you mean 'preserve'"),
     ],
 )
 def test_what_would_not_preserve_is_refused_and_changes_nothing(as_users_run, fields, name):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 
 from torch import nn
 
 from fem.arguments import check_flags
+from fem.checks import unknown_field
+from fem.config import FreeEnergyMixerConfig
 from fem.models.surgery.graft import apply, count_self_attentions
+
+FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
 
 
 def replace_attention(
@@ -57,6 +62,8 @@ def replace_attention(
             "model must be replaced before it gets adapters, as these save none of the free energy: call "
             "replace_attention first, then get_peft_model with modules_to_save=['beta', 'inner'] in its config."
         )
+    for name in config.keys() - FIELDS:
+        raise unknown_field("replace_attention", name, config[name], ["preserve", "layers", *sorted(FIELDS)])
     check_flags(preserve=preserve)
     layers = list(layers) if isinstance(layers, Iterable) else layers
     if layers is not None and (not isinstance(layers, list) or len(set(layers)) != len(layers) or not layers):

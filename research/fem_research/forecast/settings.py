@@ -11,6 +11,7 @@ from fem.config import MLPS
 from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive
 from fem_research.common.grid import digest_of
 from fem_research.common.mixers import canonical
+from fem_research.common.names import display
 
 if TYPE_CHECKING:
     import torch
@@ -150,7 +151,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        return f"{self.series.name} {self.horizon}: {self.model}, seed {self.seed}"
+        return f"{self.series.name} {self.horizon}: {display(self.model)}, seed {self.seed}"
 
     @property
     def key(self) -> str:

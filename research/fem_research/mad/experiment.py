@@ -345,5 +345,5 @@ def run(recipe: MADRecipe, output: Path, workers: int | None = None) -> dict:
 
 
 def told(record: dict) -> str:
-    job = record["job"]
-    return f": {job['mixer']}, {job['setting']['task']}, seed {job['seed']}: {record['curve'][-1]['micro']:.1%}"
+    job, micro = record["job"], record["curve"][-1]["micro"]
+    return f": {display(job['mixer'])}, {job['setting']['task']}, seed {job['seed']}: {micro:.1%}"
