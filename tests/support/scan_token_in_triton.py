@@ -12,6 +12,7 @@ import torch
 from layers import FAMILIES, SPLIT, make_layer, tokens
 from reads import KEYED, by_definition, documents_of, make, relative
 
+from fem.ops.channel_scan.channel_kernels import channels_by_kernels
 from fem.ops.common import precision, token_kernels
 from fem.ops.common.read import Terms
 from fem.ops.linear_attention import chunked, linear_token
@@ -95,7 +96,8 @@ def of_layer(**fields) -> float:
 
 
 def of_16_bits() -> float:
-    """Keys and values in bfloat16 beside the same numbers in float32; what is read is in bfloat16, too."""
+    """Inputs in bfloat16 beside the same numbers in float32: of linear attention, whose read is in bfloat16 too, and
+    of channels, whose read is not."""
     torch.manual_seed(0)
     q, k, v, f = (torch.rand(2, 1, 3, width).bfloat16() for width in (4, 4, 5, 6))
     g, beta = -torch.rand(2, 1, 3, 1), torch.rand(3, 6) + 0.5
@@ -103,7 +105,13 @@ def of_16_bits() -> float:
     found = linear_token.linear_token(memory, LinearInputs(q, k, g, None, v, f, beta))
     wanted = linear_step(memory, LinearInputs(q.float(), k.float(), g, None, v.float(), f.float(), beta))
     assert found[0].mean.dtype == found[0].free_energy.dtype == v.dtype
-    return max(relative(got, right) for one, other in zip(found, wanted) for got, right in zip(one, other))
+    pairs = [pair for one, other in zip(found, wanted) for pair in zip(one, other)]
+
+    memory, inputs = Terms(*torch.randn(3, 2, 1, 6)), [torch.randn(2, 1, 6).bfloat16() for _ in "xavf"]
+    found = channels_by_kernels(memory, *inputs, beta[0])[0]
+    pairs += zip(found, channels_by_kernels(memory, *(x.float() for x in inputs), beta[0])[0])
+    assert found.mean.dtype == found.log_weight.dtype == torch.float32
+    return max(relative(*pair) for pair in pairs)
 
 
 if __name__ == "__main__":

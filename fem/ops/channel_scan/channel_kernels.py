@@ -50,12 +50,12 @@ def loaded(score, a, v, f, at, live, HAS_A: tl.constexpr, HAS_V: tl.constexpr, H
     none = tl.zeros(live.shape, tl.float32)
     fall, value, energy = none, none, none
     if HAS_A:
-        fall = tl.load(a + at, live, other=0.0)
+        fall = tl.load(a + at, live, other=0.0).to(tl.float32)
     if HAS_V:
-        value = tl.load(v + at, live, other=0.0)
+        value = tl.load(v + at, live, other=0.0).to(tl.float32)
     if HAS_F:
-        energy = tl.load(f + at, live, other=0.0)
-    return tl.maximum(tl.load(score, live, other=LOG_ZERO), LOG_ZERO), fall, value, energy
+        energy = tl.load(f + at, live, other=0.0).to(tl.float32)
+    return tl.maximum(tl.load(score, live, other=LOG_ZERO).to(tl.float32), LOG_ZERO), fall, value, energy
 
 
 @triton.jit
@@ -192,7 +192,7 @@ _INPUTS = "Tensor x, Tensor? a, Tensor v, Tensor f, Tensor beta, Tensor log_weig
 def _channel_read(*inputs):
     x, *others = inputs  # only x may be one number for all tokens
     a, v, f, beta, *memory = (None if part is None else part.contiguous() for part in others)
-    out = [x.new_empty(*x.shape[:2], part.shape[-1]) for part in (x, v, f)]
+    out = [beta.new_empty(*x.shape[:2], part.shape[-1]) for part in (x, v, f)]
     grid, sizes, flags = _launch(x, a, v, f)
     with on(x.device):
         channel_kernel[grid](x, x if a is None else a, v, f, beta, *memory, *out, *sizes, **flags)
@@ -200,8 +200,8 @@ def _channel_read(*inputs):
 
 
 @_channel_read.register_fake
-def _(x, a, v, f, *others):
-    return [x.new_empty(*x.shape[:2], part.shape[-1]) for part in (x, v, f)]
+def _(x, a, v, f, beta, *memory):
+    return [beta.new_empty(*x.shape[:2], part.shape[-1]) for part in (x, v, f)]
 
 
 @operator(f"channel_read_backward({_INPUTS}, Tensor[] out, Tensor?[] grads) -> Tensor[]", waits=False)

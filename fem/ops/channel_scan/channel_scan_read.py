@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import portable, scan_backend, transformed
 from fem.ops.common.cells import by_prefixes, cell_step, zero_unseen
-from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype
+from fem.ops.common.precision import LARGEST_LOG_WEIGHT, compute_dtype, upcast
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, read_free
 from fem.ops.common.recurrence import recurrence
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
@@ -49,7 +49,8 @@ def channel_scan_read(
 def _channel_read(x, a, v, f, beta, *, call: ScanCall) -> Read | tuple[Read, dict[str, Tensor]]:
     """Of the d channels that v has, or f, or both."""
     backend = scan_backend(call.backend, v.device, compute_dtype(x, a, v, f), "triton")
-    terms, state = call.both_ways(partial(_channel_one_way, backend=backend), (x, a, v, f), beta)
+    widen = backend != "triton" or v.shape[1] > 1 or not call.causal  # one token's casts take more than its read
+    terms, state = call.both_ways(partial(_channel_one_way, backend=backend), (x, a, v, f), beta, widen)
     state = {name: part for name, part in state.items() if part.shape[-1]}
     return call.result(terms, state, beta, v.dtype if v.shape[-1] else f.dtype, beta if beta.numel() else None)
 
@@ -61,8 +62,8 @@ def _channel_one_way(
     heads = v.shape[2]
     x, a, v, f = (None if part is None else part.flatten(2) for part in (x, a, v, f))
     x, a, v, f = _weighed(x, a, v, f, tokens, present)
-    inputs = ChannelInputs(x, a, v, f, beta.to(v.dtype).flatten())
-    memory = memory_before(state, v, *((v.shape[0], 1, part.shape[-1]) for part in (x, v, f)))
+    inputs = ChannelInputs(x, a, v, f, beta.to(compute_dtype(v, f)).flatten())
+    memory = memory_before(state, inputs.beta, *((v.shape[0], 1, part.shape[-1]) for part in (x, v, f)))
     if backend == "triton" and x.numel() and not (portable() or transformed(*inputs, *memory)):
         from fem.ops.channel_scan.channel_kernels import channels_by_kernels  # by Triton, which is not required
 
@@ -103,7 +104,7 @@ class _ChannelScan(SlabScan):
     name, Inputs = "channel_scan", ChannelInputs
 
     def step(self, memory, x):
-        after = zero_unseen(cell_step(memory, *x))
+        after = zero_unseen(cell_step(memory, *self._cast(x, upcast)))
         return after, after
 
     def exact(self, memory, x):
