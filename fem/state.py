@@ -64,10 +64,9 @@ class MixerState:
 
     @staticmethod
     def _of(layer: str, dtype: torch.dtype, tensors: dict[str, Tensor]) -> MixerState:
-        part = lambda prefix: {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}  # noqa: E731
-        return MixerState(
-            layer, dtype, part("memory."), tensors.get("conditioner"), CachePosition(**part("cache_position."))
-        )
+        memory = {name.removeprefix("memory."): x for name, x in tensors.items() if name.startswith("memory.")}
+        position = CachePosition(*(tensors[f"cache_position.{field.name}"] for field in fields(CachePosition)))
+        return MixerState(layer, dtype, memory, tensors.get("conditioner"), position)
 
     def _map(self, change) -> MixerState:
         return self._of(self.layer, self.dtype, {name: change(tensor) for name, tensor in self._named()})

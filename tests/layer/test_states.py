@@ -105,6 +105,14 @@ def test_a_dict_without_one_of_a_states_tensors_is_refused(family):
         MixerState.from_state_dict({name: saved[name] for name in ("layer", "names", "dtype")})
 
 
+def test_a_state_written_before_positions_said_who_had_started_loads():
+    _, _, state = prompt("gla")
+    more = torch.tensor(list(b"\ncache_position.started [2] torch.bool"), dtype=torch.uint8)
+    saved = state.state_dict() | {"cache_position.started": torch.ones(2, dtype=torch.bool)}
+    again = MixerState.from_state_dict(saved | {"names": torch.cat([saved["names"], more])})
+    assert all(map(torch.equal, again.tensors(), state.tensors()))
+
+
 @families
 def test_training_through_one_rows_state_has_gradients_for_values_of_any_size(family):
     layer, x = make_layer(torch.float32, **FAMILIES[family]), tokens(batch=1, dtype=torch.float32)
