@@ -157,8 +157,9 @@ class _MixedRead(torch.autograd.Function):
                 "the fused layer of linear attention is differentiable once, got create_graph=True; a layer whose "
                 'configuration has backend="plain" is differentiable any number of times.'
             )
-        (x, weight, theta, cos, sin, scale, *ups), saved = ctx.saved_tensors[:10], ctx.saved_tensors[10:]
-        (rest, values, *items), (sums, scheme, beta, mean, free) = saved[:7], saved[7:]
+        saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
+        (x, weight, theta, cos, sin, scale, *ups), (rest, values, *items) = saved[:10], saved[10:17]
+        sums, scheme, beta, mean, free = saved[17:]
         form, eps = ctx.options.form, ctx.options.eps
         raw, *gates, decay = form.parts(rest)
         values = values if form.context else raw
