@@ -152,7 +152,7 @@ def test_a_head_fits_what_problem_type_names():
         classifier(num_labels=1)(x, labels=torch.tensor([0, 0]))
 
 
-@pytest.mark.parametrize(("prior", "pooling"), zip(PRIORS, cycle(["cls", "mean"])))
+@pytest.mark.parametrize(("prior", "pooling"), list(zip(PRIORS, cycle(["cls", "mean"]))))
 def test_every_pixel_counts_and_every_weight_learns(prior, pooling):
     model = randomised(classifier(prior_type=prior, pooling=pooling)).train()
     x = torch.randn(2, 2, 9, 9, requires_grad=True)

@@ -59,7 +59,7 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "mode"), zip(FAMILIES, cycle(CACHED_MODES)))
+@pytest.mark.parametrize(("family", "mode"), list(zip(FAMILIES, cycle(CACHED_MODES))))
 def test_cached_generation_equals_uncached(family, mode):
     model = small_model(**FAMILIES[family])
     ids = tokens(2, 7)
@@ -180,7 +180,7 @@ def test_no_cache_is_built_unless_it_can_be_of_use(softmax_model):
 
 
 @pytest.mark.parametrize(
-    ("family", "draft"), zip(FAMILIES, cycle(["prompt lookup", "another model", "the model itself"]))
+    ("family", "draft"), list(zip(FAMILIES, cycle(["prompt lookup", "another model", "the model itself"])))
 )
 def test_assisted_decoding_writes_the_same_text(family, draft):
     model = small_model(**FAMILIES[family])
@@ -191,7 +191,7 @@ def test_assisted_decoding_writes_the_same_text(family, draft):
     assert torch.equal(generate(model, ids, **options), generate(model, ids))
 
 
-@pytest.mark.parametrize(("family", "chunk"), zip(FAMILIES, cycle([4, 1, 20])))
+@pytest.mark.parametrize(("family", "chunk"), list(zip(FAMILIES, cycle([4, 1, 20]))))
 def test_a_prompt_read_in_chunks_writes_the_same_text(family, chunk):
     model = small_model(**FAMILIES[family])
     ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)

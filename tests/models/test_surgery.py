@@ -225,7 +225,7 @@ def test_layers_selects_what_is_replaced(layers, replaced):
 CACHES = [("dynamic", PADDED, 1), ("dynamic", PADDED, 3), ("static", torch.ones_like(PADDED), 1)]
 
 
-@pytest.mark.parametrize("name, way", zip(DECODERS, cycle(CACHES)))
+@pytest.mark.parametrize("name, way", list(zip(DECODERS, cycle(CACHES))))
 def test_generate_with_a_cache_equals_generate_without(name, way):
     model, (cache, mask, beams) = awake(replace_attention(decoder(name))), way
     options = {"max_new_tokens": 4, "do_sample": False, "num_beams": beams, "attention_mask": mask}
