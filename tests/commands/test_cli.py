@@ -135,10 +135,12 @@ def test_help_shows_brackets_and_values(monkeypatch):
 )
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_command_says_what_to_type(monkeypatch, capsys, command, said, sent, status):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     monkeypatch.setattr(
         import_module(f"fem_research.{command}.experiment"), "run", lambda *_: signal.raise_signal(sent)
     )
     assert fem(monkeypatch, command, "--seed", "3") == status
+    signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err.splitlines()[-1].endswith(said)
 
 
