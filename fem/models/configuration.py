@@ -99,8 +99,9 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         rope = values.pop("rope_parameters", None)
         if values.pop("rope_scaling", None) is not None:
             raise TypeError("FEMConfig has no field 'rope_scaling'; pass rope_parameters, with a rope_type.")
+        typed = "model_type" not in values  # else read from a file, in which other programs may have written
         for name in values:
-            field = ATTENTION_NAMES.get(name, name)
+            field = ATTENTION_NAMES.get(name, name) if typed else name
             if field in MIXER_FIELDS:
                 remedy = MODEL_NAMES.get(name, f"mixer={{{field!r}: {values[name]!r}}}")
                 raise ValueError(f"FEMConfig has no field {name!r}, which belongs to the mixers; pass {remedy}.")
