@@ -152,7 +152,9 @@ def test_scans_read_padding_and_documents(prior):
 
 
 @full
-@pytest.mark.parametrize("prior, mode", [("softmax", "compiled"), ("gla", "eager"), ("rnn_softmax", "eager")])
+@pytest.mark.parametrize(
+    "prior, mode", [("softmax", "compiled"), ("softmax", "eager"), ("gla", "eager"), ("rnn_softmax", "eager")]
+)
 def test_checkpointed_layers_run(prior, mode):
     layer = build(256, 4, prior_type=prior)
     train(through(mode, lambda x: checkpoint(layer, x, use_reentrant=False)), tokens())

@@ -5,6 +5,7 @@ from dataclasses import replace
 import fused_on_cpu
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer
 from fem.ops.common import joined, part_kernels
@@ -73,10 +74,10 @@ def exact(layer):
     return twin
 
 
-def trained(layer, x, gradient, **marks):
+def trained(layer, x, gradient, parameters=None, **marks):
     x = x.detach().requires_grad_()
-    y = layer(x, **marks)
-    return [y, *torch.autograd.grad(y, [x, *layer.parameters()], gradient.to(y.dtype), materialize_grads=True)]
+    y, leaves = layer(x, **marks), [x, *(layer.parameters() if parameters is None else parameters)]
+    return [y, *torch.autograd.grad(y, leaves, gradient.to(y.dtype), materialize_grads=True)]
 
 
 def errors(layer, x):
@@ -168,6 +169,17 @@ def test_the_future_changes_nothing(name, monkeypatch):
     later[:, 13:] += 50.0
     with torch.no_grad():
         torch.testing.assert_close(layer(later)[:, :13], layer(x)[:, :13], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["slim", "gla", "linear, slim, split, conditioner"])
+def test_a_checkpointed_layer_is_computed_twice(name, monkeypatch):
+    layer, x, gradient = build(LAYERS[name]), torch.randn(2, 19, 20), torch.randn(2, 19, 20)
+    fused_on_cpu.install(monkeypatch)
+    wanted, calls = trained(layer, x, gradient), []
+    layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    found = trained(lambda x: checkpoint(layer, x, use_reentrant=False), x, gradient, layer.parameters())
+    assert all(map(torch.equal, found, wanted))
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("name, spike", [("grouped heads", 200.0), ("gla", 1.0)])

@@ -10,7 +10,7 @@ whether anything is in doubt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -52,13 +52,10 @@ class _KernelRead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, again, stated, q, k, g, opens, v, f, beta, *memory):
-        recorded = any(ctx.needs_input_grad)
-        sizes = Sizes.of(v.shape[3], beta.shape[1], q.shape[3])
+        recorded, sizes = any(ctx.needs_input_grad), Sizes.of(v.shape[3], beta.shape[1], q.shape[3])
         with on(v.device):
             inputs, scheme, heaviest, flag = packed(sizes, stated, q, k, g, v, v if f is None else f, beta, memory)
-            inputs = [x if x is None else x.detach().requires_grad_(recorded) for x in inputs]
-            with torch.set_grad_enabled(recorded):  # saved tensors keep the kernel's graph, and free it in time
-                sums, last = by_fla(*inputs, opens)
+            inputs, (sums, last) = with_graph(inputs, opens, recorded)
             read = unpacked(sizes, sums.detach(), inputs[0], scheme, beta, flag, v.dtype, cells=False)
             after = unpacked(sizes, last.detach(), heaviest, scheme, beta, flag, last.dtype, cells=True)
         ctx.again, ctx.sizes, ctx.stated = again, sizes, stated
@@ -90,6 +87,7 @@ class _KernelRead(torch.autograd.Function):
         of_items, of_read, of_after, of_memory = tilts.split(counts)
         pairs = []
         with on(v.device):
+            inputs, (sums, last) = graph_of(inputs, (sums, last), opens)
             if d_read is not None:
                 pairs.append((sums, through_unpack(sizes, sums, inputs[0], scheme, beta, d_read, of_read, False)))
             if d_after is not None:
@@ -257,6 +255,25 @@ def _through_entry(sizes: Sizes, d_state, scheme, beta, memory, tilt) -> list[Te
 
 
 # --- the kernels of flash-linear-attention ----------------------------------------------------------------------------
+
+
+def with_graph(
+    inputs: Sequence[Tensor | None], opens: Bool[Tensor, "b t"] | None, recorded: bool, last: bool = True
+) -> tuple[list[Tensor | None], tuple[Tensor, Tensor | None]]:
+    """The inputs of `by_fla` and what it returns, where recorded joined by its graph: whoever saves them keeps it."""
+    inputs = [x if x is None else x.detach().requires_grad_(recorded) for x in inputs]
+    with torch.set_grad_enabled(recorded):
+        outputs = by_fla(*inputs, opens, last=last)
+    inputs[2].has_graph = recorded
+    return inputs, outputs
+
+
+def graph_of(
+    inputs: Sequence[Tensor | None], outputs: tuple, opens: Bool[Tensor, "b t"] | None, last: bool = True
+) -> tuple[Sequence[Tensor | None], tuple[Tensor, Tensor | None]]:
+    """Saved inputs and outputs with their graph. Hooks, such as those of checkpointing, give copies of what was saved,
+    whose graph would compute the whole layer once more for its own tensors: they get a new one."""
+    return (inputs, outputs) if getattr(inputs[2], "has_graph", False) else with_graph(inputs, opens, True, last)
 
 
 def by_fla(

@@ -137,9 +137,7 @@ class _MixedRead(torch.autograd.Function):
             items, scheme, _, flag = scan.packed(
                 sizes, False, *phi, decay, v, f, beta, [None] * 3, theta, options.beta_start
             )
-            items = [y if y is None else y.detach().requires_grad_(recorded) for y in items]
-            with torch.set_grad_enabled(recorded):  # saved tensors keep the kernel's graph, and free it in time
-                sums, _ = scan.by_fla(*items, None, last=False)
+            items, (sums, _) = scan.with_graph(items, None, recorded, last=False)
             _, *read = scan.unpacked(sizes, sums.detach(), items[0], scheme, beta, flag, x.dtype, cells=False)
             logits = _logits(gates, ups) if form.rank else gates
             o = launch_gate(*read, *logits, _split(form), options.eps, rows_apart=(_row(form, rest), None))
@@ -172,6 +170,7 @@ class _MixedRead(torch.autograd.Function):
         tilts = beta.new_empty(2, rest.shape[0] * sizes.tiles(rest.shape[1]), *beta.shape)  # what tiles give theta's
         slope = theta is not None
         with on(x.device):
+            items, (sums, _) = scan.graph_of(items, (sums, None), None, last=False)
             logits = _logits(gates, ups) if form.rank else gates
             d_logits = [None if y is None else torch.empty_like(y) for y in logits] if form.rank else d_gates
             d_mean, d_free = (torch.empty_like(y) if y.shape[-1] else None for y in (mean, free))

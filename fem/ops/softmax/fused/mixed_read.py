@@ -90,8 +90,8 @@ class _MixedRead(torch.autograd.Function):
                 "the fused softmax layer is differentiable once, got create_graph=True; a layer whose configuration "
                 'has backend="plain" is differentiable any number of times.'
             )
-        gradients = _mixed_backward(grad, ctx.saved_tensors, *ctx.options)
-        d_x, d_weight, d_bias, *others = _of_inputs(gradients, ctx.saved_tensors)
+        saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
+        d_x, d_weight, d_bias, *others = _of_inputs(_mixed_backward(grad, saved, *ctx.options), saved)
         return None, None, d_x, *others, None, None, *ctx.maps.gradients(d_weight, d_bias)
 
 
@@ -378,7 +378,8 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grads):
-    inputs, kept = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
+    saved = ctx.saved_tensors  # read once, as above
+    inputs, kept = saved[:_TENSORS], saved[_TENSORS:]
     found = iter(_operator_backward(grads[0], *inputs, list(kept), *ctx.options))
     _, _, bias, scale, inner_up, inner_bias, outer_up, outer_bias, theta, *_ = inputs
     slim, biased = (inner_up, outer_up) != (None, None), (inner_bias, outer_bias) != (None, None)
