@@ -50,12 +50,11 @@ test-all: test test-slow
 
 # constraints.txt pins what `make test` runs with; these take the two ends of pyproject.toml's ranges, an environment each.
 test-oldest: VENV := .venv-oldest
-test-oldest: INSTALL = uv pip install --python $(BIN)/python --resolution lowest-direct
+test-oldest: INSTALL = pip install --quiet --disable-pip-version-check uv && $(BIN)/uv pip install --python $(BIN)/python --resolution lowest-direct
 test-newest: VENV := .venv-newest
 test-newest: INSTALL = python -m pip install --upgrade --upgrade-strategy eager
 test-oldest test-newest:
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	@$(BIN)/$(INSTALL) --quiet --editable '.[dev]' --editable ./research
 	$(PYTEST) -m "not slow"
 

@@ -84,7 +84,7 @@ def mixed(
         return _softmax_mixed(layer, call, features)
     from fem.ops.linear_attention.mixed_read import mixed_read  # by Triton, which the library does not require
 
-    o = mixed_read(*_linear_arguments(layer, call.x, features))
+    o = mixed_read(_linear_options(layer), *_tensors(layer, call.x, features))
     return None if o is None else (o, None)
 
 
@@ -92,18 +92,18 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
     """Of padded rows the kept tokens are read first, as a row that ends there: no kept token sees one behind it."""
     from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
-    keep = call.tokens.keep
+    keep, options = call.tokens.keep, _softmax_options(layer, call.x)
     if call.memory is not None:
-        o, k, v = prefill(*_arguments(layer, call.x, features))
+        o, k, v = prefill(options, *_tensors(layer, call.x, features))
         beta = layer.temperature(call.x)
         v, free_values = layer.pair(v, beta)
         return o, append({}, k, v, beta, call.tokens, False, free_values)
     if keep is None:
-        return mixed_read(*_arguments(layer, call.x, features)), None
+        return mixed_read(options, *_tensors(layer, call.x, features)), None
     order = keep.long().argsort(dim=1, descending=True, stable=True)
     back = order.argsort(1)
     features = _Reordered.apply(features, order, back)
-    return _Reordered.apply(mixed_read(*_arguments(layer, call.x, features)), back, order), None
+    return _Reordered.apply(mixed_read(options, *_tensors(layer, call.x, features)), back, order), None
 
 
 class _Reordered(torch.autograd.Function):
@@ -119,29 +119,25 @@ class _Reordered(torch.autograd.Function):
         return _Reordered.apply(grad, *ctx.saved_tensors), None, None
 
 
-def _arguments(layer, x: Tensor, features: Tensor) -> tuple:
-    """What softmax's `mixed_read` is called with. x says dtype, device and length alone."""
+def _softmax_options(layer, x: Tensor):
+    """How softmax's `mixed_read` is called."""
     from fem.ops.softmax.fused.layer_form import Form, Options
 
     config, gate, widths = layer.config, layer.gate, _widths(layer.config)
     sizes = (config.n_head, config.kv_heads, config.key_width, *widths, config.causal, config.use_rope)
     flash = _kernel(x.device.index or 0, *sizes[:3], config.read_width, config.causal) == "flash"
     form = Form(*sizes, gate.outer is not None, config.gate_rank or 0, config.context_width, flash)
-    options = Options(form, config.key_width**-0.5, config.eps, config.beta_max_init)
-    tensors = _cast(x, features, *_second_maps(layer))
-    return options, *_weights(layer), *tensors, _theta(layer), *_tables(layer.prior, x)
+    return Options(form, config.key_width**-0.5, config.eps, config.beta_max_init)
 
 
-def _linear_arguments(layer, x: Tensor, features: Tensor) -> tuple:
-    """What the `mixed_read` of linear attention is called with."""
+def _linear_options(layer):
+    """How the `mixed_read` of linear attention is called."""
     from fem.ops.linear_attention.mixed_read import Form, Options
 
     config, gate, widths = layer.config, layer.gate, _widths(layer.config)
     sizes = (config.n_head, config.key_width, *widths, gate.outer is not None, config.gate_rank or 0)
     form = Form(*sizes, config.prior_type == "gla", config.context_width)
-    options = Options(form, config.eps, config.beta_max_init)
-    tensors = _cast(x, features, *_second_maps(layer))
-    return options, *_weights(layer), *tensors, _theta(layer), *_tables(layer.prior, x)
+    return Options(form, config.eps, config.beta_max_init)
 
 
 def _widths(config) -> tuple[int, int, bool]:
@@ -152,26 +148,21 @@ def _widths(config) -> tuple[int, int, bool]:
     return mean, free, shared
 
 
-def _weights(layer) -> tuple[list[Tensor], list[Tensor | None] | None]:
-    maps = _first_maps(layer)
+def _tensors(layer, x: Tensor, features: Tensor) -> tuple:
+    """What either `mixed_read` takes behind its options: weights and biases of the first maps; the features, W_v of the
+    values' modulation, and U and b of lambda and of g where their gates are slim; theta; cos and sin.
+
+    x says dtype, device and length alone.
+    """
+    maps, dtype = _first_maps(layer), product_dtype(x)
     biases = [projection.bias for projection in maps]
-    return [projection.weight for projection in maps], None if all(bias is None for bias in biases) else biases
-
-
-def _second_maps(layer) -> list[Tensor | None]:
-    """W_v of the values' modulation; U and b of lambda and of g, where their gates are slim."""
-    second = [None if layer.value_scale is None else layer.value_scale.weight]
+    biases = None if all(bias is None for bias in biases) else biases
+    cast = [features, None if layer.value_scale is None else layer.value_scale.weight]
     for gate in (layer.gate.inner, layer.gate.outer):
-        second += [gate.up.weight, gate.up.bias] if isinstance(gate, SlimProjection) else [None, None]
-    return second
-
-
-def _cast(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if y is None else y.to(product_dtype(x)).contiguous() for y in tensors]
-
-
-def _theta(layer) -> Tensor | None:
-    return layer.beta.theta if layer.config.use_lse and layer.beta is not None else None
+        cast += [gate.up.weight, gate.up.bias] if isinstance(gate, SlimProjection) else [None, None]
+    cast = [None if y is None else y.to(dtype).contiguous() for y in cast]
+    theta = layer.beta.theta if layer.config.use_lse and layer.beta is not None else None
+    return [projection.weight for projection in maps], biases, *cast, theta, *_tables(layer.prior, x)
 
 
 def available(x: Tensor) -> bool:

@@ -311,10 +311,9 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         longest = self.config.max_position_embeddings
         if longest is not None:
             embedded = inputs_tensor.shape[1] - input_ids_length if model_input_name == "inputs_embeds" else 0
-            asked, prepared.max_length = prepared.max_length, max(longest - embedded, input_ids_length + 1)
-            if asked <= prepared.max_length:
-                prepared.max_length = asked
-            else:
+            most = max(longest - embedded, input_ids_length + 1)
+            if prepared.max_length > most:
+                prepared.max_length = most
                 logger.warning_once(
                     f"the text ends at config.max_position_embeddings = {longest} tokens, prompt included, before the "
                     "length that was asked for."

@@ -74,8 +74,9 @@ class Prior(nn.Module, ABC):
     def forward(self, *inputs):
         """`read`, as a module's call: hooks that load parameters when it is called, such as accelerate's, know it."""
         found, keeps = self.read(*inputs), inputs[4] is not None
-        if isinstance(found, Read) or not isinstance(found, tuple) or (keeps and not isinstance(found[1], dict)):
-            got = type(found).__name__ if isinstance(found, Read) or not isinstance(found, tuple) else "no dict"
+        pair = isinstance(found, tuple) and not isinstance(found, Read)
+        if not pair or (keeps and not isinstance(found[1], dict)):
+            got = "no dict" if pair else type(found).__name__
             raise TypeError(
                 f"read of the prior {self.name!r} must return a Read and the memory after it, which is a dict where "
                 f"memory is one, got {got}."

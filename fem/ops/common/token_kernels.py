@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import differentiated, on
 from fem.ops.common.operator import again_differentiable
-from fem.ops.common.triton_math import exact_softplus, gate, through_gate
+from fem.ops.common.triton_math import exact_softplus, gate, through_gate, turned
 
 NUMBERS = 1024  # of a program, 8 for each of 128 threads
 
@@ -176,15 +176,13 @@ def launch_gate(
 
 
 @triton.jit
-def _turned(
+def _turn_heads(
     x, y, row, x_row, cos, sin, eps, COUNT: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
 ):
     """The COUNT heads of a row's token, turned by angles whose cos and sin are given; with an eps, their features."""
     head, plane = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None]
     there, at = (head < COUNT) & (plane < WIDTH // 2), head * WIDTH + plane
-    low = tl.load(x + row * x_row + at, there, other=0.0).to(tl.float32)
-    high = tl.load(x + row * x_row + at + WIDTH // 2, there, other=0.0).to(tl.float32)
-    low, high = low * cos - high * sin, high * cos + low * sin
+    low, high = turned(x + row * x_row + at, cos, sin, there, WIDTH // 2)
     if eps is not None:
         low, high = tl.maximum(low, 0.0) + eps, tl.maximum(high, 0.0) + eps
     tl.store(y + row * COUNT * WIDTH + at, low, there)
@@ -204,8 +202,8 @@ def rotate_token_kernel(
     dtype = q_out.dtype.element_ty
     cos = (factor * tl.cos(angle)).to(tl.float32).to(dtype).to(tl.float32)[None]
     sin = (factor * tl.sin(angle)).to(tl.float32).to(dtype).to(tl.float32)[None]
-    _turned(q, q_out, row, q_row, cos, sin, eps, heads, WIDTH, HEADS, HALF)
-    _turned(k, k_out, row, k_row, cos, sin, eps, kv_heads, WIDTH, HEADS, HALF)
+    _turn_heads(q, q_out, row, q_row, cos, sin, eps, heads, WIDTH, HEADS, HALF)
+    _turn_heads(k, k_out, row, k_row, cos, sin, eps, kv_heads, WIDTH, HEADS, HALF)
 
 
 def rotated_token(

@@ -91,12 +91,11 @@ def slope_of_beta(beta):
 
 
 @triton.jit
-def turn(x, y, cos, sin, there, HALF: tl.constexpr):
-    """y_j = x_j cos - x_{j+HALF} sin, y_{j+HALF} = x_{j+HALF} cos + x_j sin; x, y: the first of each pair."""
+def turned(x, cos, sin, there, HALF: tl.constexpr):
+    """x_j cos - x_{j+HALF} sin and x_{j+HALF} cos + x_j sin, in float32; x: the first of each pair."""
     low = tl.load(x, there, other=0.0).to(tl.float32)
     high = tl.load(x + HALF, there, other=0.0).to(tl.float32)
-    tl.store(y, low * cos - high * sin, there)
-    tl.store(y + HALF, high * cos + low * sin, there)
+    return low * cos - high * sin, high * cos + low * sin
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from fem.ops.common.triton_math import (
     lifted,
     slope_of_beta,
     through_gate,
-    turn,
+    turned,
 )
 
 STEP = tl.constexpr(16)  # inner columns of a product at a time: with 64 a thread holds half as many registers again
@@ -140,7 +140,9 @@ def rotate_kernel(
     else:
         other = (head - heads) * WIDTH
         x, y = k + row * k_row + other + plane[None], k_out + row * k_out_row + other + plane[None]
-    turn(x, y, c, s, there, WIDTH // 2)
+    low, high = turned(x, c, s, there, WIDTH // 2)
+    tl.store(y, low, there)
+    tl.store(y + WIDTH // 2, high, there)
 
 
 @triton.jit
