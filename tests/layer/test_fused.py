@@ -18,7 +18,7 @@ CASES = Path(__file__).with_name("fused_cases.py")
 
 @needs_triton
 def test_a_full_layer_reads_as_the_definition_does():
-    run_cases(CASES, "definition and full and not split")
+    run_cases(CASES, "(definition and full and not split) or parts")
 
 
 @needs_triton
