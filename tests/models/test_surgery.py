@@ -167,7 +167,7 @@ def test_every_new_parameter_has_a_gradient(build):
 
 def test_lambda_starts_small_and_the_gate_at_one():
     head = replace_attention(decoder("llama")).model.layers[0].self_attn.free_energy
-    lambda_, gate = head.gate(torch.randn(2, 5, 32))
+    lambda_, gate = head.gate.factors(torch.randn(2, 5, 32))
     assert lambda_.max() < 1e-4
     close(gate, torch.ones_like(gate), 1e-5)
 

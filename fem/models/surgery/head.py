@@ -55,13 +55,13 @@ class FreeEnergyHead(nn.Module):
     ) -> Float[Tensor, "b tq h dv"]:
         beta = None if self.beta is None else self.beta()
         read = softmax_read(q, k, v, beta, causal=causal, scale=scale, bias=bias, backend=self.backend)
-        return self.gate.mixed(features, read)
+        return self.gate(features, read)
 
     def inspect(self, features, q, k, v, bias, causal: bool, scale: float | None) -> Reading:
         """Tables of what `forward` reads: O(T) reads and O(T^2) memory per channel, so only for small T."""
         beta = None if self.beta is None else self.beta()
         options = {"causal": causal, "scale": scale, "bias": bias, "backend": self.backend}
-        return softmax_tables(q, k, v, beta, self.gate(features), **options)
+        return softmax_tables(q, k, v, beta, self.gate.factors(features), **options)
 
 
 def as_bias(allowed: Bool[Tensor, "..."] | Float[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
