@@ -50,9 +50,9 @@ def build(dtype=torch.bfloat16, **fields):
     return FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, use_conv=False, **fields)).to(dtype)
 
 
-def hooked(**fields):
+def hooked(part="value", **fields):
     layer = build(**fields)
-    layer.value.register_forward_hook(lambda *inputs: None)
+    getattr(layer, part).register_forward_hook(lambda *inputs: None)
     return layer
 
 
@@ -72,6 +72,7 @@ FITS = {  # the layer, what the call says, and whether the fused form reads it
     "float32": (lambda: build(torch.float32), {}, False),
     "float16": (lambda: build(torch.float16), {}, False),
     "a hook": (hooked, {}, False),
+    "a hook on the gates": (lambda: hooked("gate"), {}, False),
     "an adapter": (adapted, {}, False),
     "a window": (lambda: build(window=4), {}, False),
     "another backend": (lambda: build(backend="plain"), {}, False),

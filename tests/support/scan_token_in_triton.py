@@ -48,7 +48,7 @@ CASES = {
     "first tokens of no weight": {"weightless": True},
     "bfloat16": {"dtype": torch.bfloat16},
 }
-FEW = "one by one", "documents and masks"
+FEW = "one by one", "documents and masks", "small beta"
 
 
 def by_kernels(*given: torch.Tensor | None) -> bool:
