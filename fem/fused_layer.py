@@ -55,18 +55,15 @@ def _softmax_reads(layer, call: Call) -> bool:
 
 
 def _linear_reads(layer, call: Call) -> bool:
-    """A normalised causal prior with at most one decay per head, without padding and states. A graph has the operator
-    of the scan instead, which hides that the host waits."""
+    """A normalised causal prior with at most one decay per head, without padding and states."""
     config = layer.config
-    if call.memory is not None or call.tokens.keep is not None or torch.compiler.is_compiling():
+    if call.memory is not None or call.tokens.keep is not None:
         return False
     if config.backend not in ("auto", "triton") or not (config.causal and config.normalize):
         return False
     if config.key_width % 2 or (config.prior_type == "gla" and config.decay != "head") or not found("fla"):
         return False
-    from fem.ops.linear_attention.kernel_read import miscompiled
-
-    return not miscompiled(call.x.device)
+    return not _miscompiled(call.x.device)
 
 
 _READS = {SoftmaxPrior: _softmax_reads, LinearPrior: _linear_reads, GatedLinearPrior: _linear_reads}
@@ -84,8 +81,7 @@ def mixed(
         return _softmax_mixed(layer, call, features)
     from fem.ops.linear_attention.mixed_read import mixed_read  # by Triton, which the library does not require
 
-    o = mixed_read(_linear_options(layer), *_tensors(layer, call.x, features))
-    return None if o is None else (o, None)
+    return mixed_read(_linear_options(layer), *_tensors(layer, call.x, features)), None
 
 
 def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
@@ -132,7 +128,7 @@ def _softmax_options(layer, x: Tensor):
 
 def _linear_options(layer):
     """How the `mixed_read` of linear attention is called."""
-    from fem.ops.linear_attention.mixed_read import Form, Options
+    from fem.ops.linear_attention.layer_form import Form, Options
 
     config, gate, widths = layer.config, layer.gate, _widths(layer.config)
     sizes = (config.n_head, config.key_width, *widths, gate.outer is not None, config.gate_rank or 0)
@@ -183,6 +179,13 @@ def _kernel(device: int, heads: int, kv_heads: int, key_width: int, width: int, 
 
     sizes = (heads, kv_heads, key_width, width, causal)
     return kernel_for(torch.device("cuda", device), torch.bfloat16, *sizes, wishes())
+
+
+@torch.compiler.assume_constant_result
+def _miscompiled(device: torch.device) -> bool:
+    from fem.ops.linear_attention.kernel_read import miscompiled
+
+    return miscompiled(device)
 
 
 def _tables(prior: Prior, x: Tensor) -> tuple[Float[Tensor, "t p"] | None, Float[Tensor, "t p"] | None]:

@@ -48,12 +48,25 @@ def joined(
         biases = [weight.new_zeros(n) if b is None else b for n, b in zip(rows, biases)]
         return weight.to(x.dtype), torch.cat(biases).to(x.dtype)
 
-    weight, bias = x.new_empty(sum(rows), inputs), None if biases is None else x.new_empty(sum(rows))
-    given = tuple(w.contiguous() for w in weights), (None,) * len(rows) if biases is None else tuple(biases)
-    ends, widths = tuple(accumulate(rows)), tuple(w.shape[1] for w in weights)
-    with on(x.device):
-        join_maps_kernel[sum(rows),](*given, ends, widths, weight, bias, inputs, triton.next_power_of_2(inputs))
-    return weight, bias
+    return _Joined.apply(x.detach(), len(rows), *weights, *(biases or ()))
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, count, *maps):
+        weights, biases = maps[:count], maps[count:] or None
+        inputs, rows = x.shape[-1], [len(w) for w in weights]
+        weight, bias = x.new_empty(sum(rows), inputs), None if biases is None else x.new_empty(sum(rows))
+        given = tuple(w.contiguous() for w in weights), (None,) * count if biases is None else biases
+        ends, widths = tuple(accumulate(rows)), tuple(w.shape[1] for w in weights)
+        with on(x.device):
+            join_maps_kernel[sum(rows),](*given, ends, widths, weight, bias, inputs, triton.next_power_of_2(inputs))
+        ctx.maps = Maps(weights, biases or ())
+        return weight, bias
+
+    @staticmethod
+    def backward(ctx, d_weight, d_bias):
+        return None, None, *ctx.maps.gradients(d_weight, d_bias)
 
 
 class Maps:
