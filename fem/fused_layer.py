@@ -63,7 +63,9 @@ def _linear_reads(layer, call: Call) -> bool:
         return False
     if config.key_width % 2 or (config.prior_type == "gla" and config.decay != "head") or not found("fla"):
         return False
-    return not _miscompiled(call.x.device)
+    from fem.ops.linear_attention.kernel_read import miscompiled
+
+    return not miscompiled(call.x.device)
 
 
 _READS = {SoftmaxPrior: _softmax_reads, LinearPrior: _linear_reads, GatedLinearPrior: _linear_reads}
@@ -179,13 +181,6 @@ def _kernel(device: int, heads: int, kv_heads: int, key_width: int, width: int, 
 
     sizes = (heads, kv_heads, key_width, width, causal)
     return kernel_for(torch.device("cuda", device), torch.bfloat16, *sizes, wishes())
-
-
-@torch.compiler.assume_constant_result
-def _miscompiled(device: torch.device) -> bool:
-    from fem.ops.linear_attention.kernel_read import miscompiled
-
-    return miscompiled(device)
 
 
 def _tables(prior: Prior, x: Tensor) -> tuple[Float[Tensor, "t p"] | None, Float[Tensor, "t p"] | None]:

@@ -11,7 +11,7 @@ whether anything is in doubt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from fem.ops.linear_attention.linear_log_space import LinearInputs
 NUMBERS = 1024  # of a tile, 8 for each of 128 threads
 PART = 256  # tokens whose extremes one program finds
 CELLS = 8  # key channels of a memory that are read together
+MISCOMPILES = "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"
 
 
 def kernel_read(
@@ -305,7 +306,7 @@ def by_fla(
     return out.view(rows, time, *out.shape[2:]), after.index_select(0, finals)
 
 
-@cache
+@torch.compiler.assume_constant_result
 def miscompiled(device: torch.device) -> bool:
     """Whether Triton makes wrong code of fla's `chunk_simple_gla`: its versions 3.4.0 to 3.7.0 do on an H100 or H200.
 
@@ -313,9 +314,7 @@ def miscompiled(device: torch.device) -> bool:
     with that of the head in every channel. Without a decay products of bfloat16 gave wrong gradients on an H100 and
     read out of bounds on an H200; those of float32 were right on both.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    return "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"
+    return MISCOMPILES and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def fla_kernel(g: Tensor | None, time: int):
