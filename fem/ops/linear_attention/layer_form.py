@@ -86,10 +86,10 @@ def logits_of(gates: Sequence[Tensor | None], ups: Sequence[Tensor | None]) -> l
     return [None if z is None else F.linear(z.flatten(0, 1), up, bias) for z, up, bias in pairs]
 
 
-def plain_mixed_read(x, weight, bias, theta, scale, *inputs) -> Float[Tensor, "b t h d"]:
+def plain_mixed_read(*inputs) -> Float[Tensor, "b t h d"]:
     """`mixed_read` of joined maps, exact whatever the values are, and differentiable any number of times."""
-    *ups, cos, sin, form, eps, start = inputs
-    joint = F.linear(x, weight, bias)
+    x, weight, bias, scale, *ups, theta, cos, sin, form, eps, start = inputs
+    form, joint = Form(*form), F.linear(x, weight, bias)
     values, *gates, decay = form.parts(joint[..., form.keys :])
     if form.context:
         values = torch.addcmul(values, values, form.eta(x, scale))

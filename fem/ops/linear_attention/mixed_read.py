@@ -54,8 +54,8 @@ def mixed_read(
     if surplus:
         weights = [*weights, weights[0].new_zeros(surplus, weights[0].shape[1])]
         biases = None if biases is None else [*biases, None]
-    ups = inner_up, inner_bias, outer_up, outer_bias
-    tensors = (x, *joined(x, weights, biases), theta, value_scale, *ups, cos, sin)
+    others = value_scale, inner_up, inner_bias, outer_up, outer_bias, theta, cos, sin
+    tensors = (x, *joined(x, weights, biases), *others)
     if torch.compiler.is_compiling():
         return _operator(*tensors, list(map(int, options.form)), *options[1:])[0]
     return _MixedRead.apply(*tensors, options)
@@ -70,7 +70,7 @@ class _MixedRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         *tensors, ctx.options = inputs
-        o, *kept = _mixed_forward(*tensors, *ctx.options, any(ctx.needs_input_grad))
+        o, *kept = _mixed_forward(*tensors, *ctx.options, differentiated=any(ctx.needs_input_grad))
         ctx.save_for_backward(*tensors, *kept)
         return o
 
@@ -89,14 +89,12 @@ def _gradients(backward: Callable[..., list[Tensor]], ctx, grad: Tensor) -> list
     return [None if x is None else next(found) for x in tensors[:_LEARNT]] + [None, None]
 
 
-def _mixed_forward(
-    x, weight, bias, theta, scale, inner_up, inner_bias, outer_up, outer_bias, cos, sin, form, eps, start,
-    differentiated: bool = False,
-) -> list[Tensor]:  # fmt: skip
+def _mixed_forward(*inputs, differentiated: bool = False) -> list[Tensor]:
     """o, and what the backward needs: whether o is in doubt, on the host; the columns behind q and k, with a
     conditioner the values; q, k, items and decay of the scan, scheme and beta, mean and F; where differentiated the
     sums with their graph. What is not there is empty."""
-    form, ups = Form(*form), (inner_up, inner_bias, outer_up, outer_bias)
+    x, weight, bias, scale, *ups, theta, cos, sin, form, eps, start = inputs
+    form = Form(*form)
     with on(x.device):
         phi = _features(form, x, weight, bias, cos, sin, eps)
         rest = F.linear(x, weight[form.keys :], None if bias is None else bias[form.keys :])
@@ -113,7 +111,7 @@ def _mixed_forward(
         o = launch_gate(*read, *logits, _split(form), eps, rows_apart=(_row(form, rest), None))
     doubt = flag.cpu()
     if doubt:
-        o = plain_mixed_read(x, weight, bias, theta, scale, *ups, cos, sin, form, eps, start)
+        o = plain_mixed_read(*inputs)
     else:
         fallbacks.count(o[..., 0].numel() * form.free, 0)
     kept = [rest, values if form.context else None, *items[:-1], scheme, beta, *read, sums if differentiated else None]
@@ -124,7 +122,7 @@ def _mixed_backward(
     grad: Tensor, tensors: Sequence[Tensor | None], kept: Sequence[Tensor], form, eps: float, start: float
 ) -> list[Tensor]:
     """Gradients of the tensors that are learnt, of those that there are."""
-    (x, weight, bias, theta, scale, *ups, cos, sin), form = tensors, Form(*form)
+    (x, weight, bias, scale, *ups, theta, cos, sin), form = tensors, Form(*form)
     (doubt, rest, values, *items), (scheme, beta, mean, free, sums) = kept[:7], kept[7:]
     if doubt:
         return _plain_backward(grad, tensors, form, eps, start)
@@ -170,7 +168,7 @@ def _mixed_backward(
         d_x[:, h].addmm_(d_eta, scale)
         d_scale = [d_eta.T @ features[:, h]]
     d_bias = [] if bias is None else [flat.sum(0)]
-    return [d_x.view(x.shape), flat.T @ features, *d_bias, *d_theta, *d_scale, *d_ups]
+    return [d_x.view(x.shape), flat.T @ features, *d_bias, *d_scale, *d_ups, *d_theta]
 
 
 def _plain_backward(grad: Tensor, tensors: Sequence[Tensor | None], *options) -> list[Tensor]:
@@ -215,8 +213,8 @@ def _through_second_maps(gates, ups, d_logits, d_gates) -> list[Tensor]:
 
 _OPTIONS = "int[] form, float eps, float beta_start"
 _operator = operator(
-    "linear_mixed_read(Tensor x, Tensor weight, Tensor? bias, Tensor? theta, Tensor? value_scale, Tensor? inner_up, "
-    "Tensor? inner_bias, Tensor? outer_up, Tensor? outer_bias, Tensor? cos, Tensor? sin, "
+    "linear_mixed_read(Tensor x, Tensor weight, Tensor? bias, Tensor? value_scale, Tensor? inner_up, "
+    "Tensor? inner_bias, Tensor? outer_up, Tensor? outer_bias, Tensor? theta, Tensor? cos, Tensor? sin, "
     f"{_OPTIONS}) -> Tensor[]"
 )(_mixed_forward)
 _operator_backward = operator(
