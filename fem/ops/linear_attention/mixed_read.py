@@ -65,7 +65,7 @@ _TENSORS, _LEARNT = 11, 9  # the last two are cos and sin
 
 
 class _MixedRead(torch.autograd.Function):
-    """o, in eager calls, which keep the graph of fla's kernel; a compiled one has the operators below."""
+    """o, in eager calls; a compiled graph has the operators below."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -89,10 +89,9 @@ def _gradients(backward: Callable[..., list[Tensor]], ctx, grad: Tensor) -> list
     return [None if x is None else next(found) for x in tensors[:_LEARNT]] + [None, None]
 
 
-def _mixed_forward(*inputs, differentiated: bool = False) -> list[Tensor]:
+def _mixed_forward(*inputs, differentiated: bool = True) -> list[Tensor]:
     """o, and what the backward needs: whether o is in doubt, on the host; the columns behind q and k, with a
-    conditioner the values; q, k, items and decay of the scan, scheme and beta, mean and F; where differentiated the
-    sums with their graph. What is not there is empty."""
+    conditioner the values; q, k, items and decay of the scan, scheme and beta, mean and F; empty is what is missing."""
     x, weight, bias, scale, *ups, theta, cos, sin, form, eps, start = inputs
     form = Form(*form)
     with on(x.device):
@@ -105,8 +104,8 @@ def _mixed_forward(*inputs, differentiated: bool = False) -> list[Tensor]:
         sizes = scan.Sizes.of(form.mean, form.free, form.key)
         beta = torch.empty(form.heads, form.free, dtype=torch.float32, device=x.device)
         items, scheme, _, flag = scan.packed(sizes, False, *phi, decay, v, f, beta, [None] * 3, theta, start)
-        items, (sums, _) = scan.with_graph(items, None, differentiated, last=False)
-        _, *read = scan.unpacked(sizes, sums.detach(), items[0], scheme, beta, flag, x.dtype, cells=False)
+        sums, _ = scan.with_graph(items, None, differentiated, last=False)
+        _, *read = scan.unpacked(sizes, sums, items[0], scheme, beta, flag, x.dtype, cells=False)
         logits = logits_of(gates, ups) if form.rank else gates
         o = launch_gate(*read, *logits, _split(form), eps, rows_apart=(_row(form, rest), None))
     doubt = flag.cpu()
@@ -114,7 +113,7 @@ def _mixed_forward(*inputs, differentiated: bool = False) -> list[Tensor]:
         o = plain_mixed_read(*inputs)
     else:
         fallbacks.count(o[..., 0].numel() * form.free, 0)
-    kept = [rest, values if form.context else None, *items[:-1], scheme, beta, *read, sums if differentiated else None]
+    kept = [rest, values if form.context else None, *items[:-1], scheme, beta, *read]
     return [o, doubt, *(x.new_empty(0) if y is None else y for y in kept)]
 
 
@@ -123,7 +122,7 @@ def _mixed_backward(
 ) -> list[Tensor]:
     """Gradients of the tensors that are learnt, of those that there are."""
     (x, weight, bias, scale, *ups, theta, cos, sin), form = tensors, Form(*form)
-    (doubt, rest, values, *items), (scheme, beta, mean, free, sums) = kept[:7], kept[7:]
+    (doubt, rest, values, *items), (scheme, beta, mean, free) = kept[:7], kept[7:]
     if doubt:
         return _plain_backward(grad, tensors, form, eps, start)
     raw, *gates, decay = form.parts(rest)
@@ -138,8 +137,7 @@ def _mixed_backward(
     tilts = beta.new_empty(2, rest.shape[0] * sizes.tiles(rest.shape[1]), *beta.shape)  # what tiles give theta's
     slope = theta is not None
     with on(x.device):
-        with recorded():
-            items, (sums, _) = scan.graph_of(items, (sums, None), None, last=False)
+        items, (sums, _) = scan.graph_of(items, None, last=False)
         logits = logits_of(gates, ups) if form.rank else gates
         d_logits = [None if y is None else torch.empty_like(y) for y in logits] if form.rank else d_gates
         d_mean, d_free = (torch.empty_like(y) if y.shape[-1] else None for y in (mean, free))
@@ -233,7 +231,7 @@ def _(x, weight, *inputs):
     values, decay = heads(form.width) if form.context else empty(), made(*x.shape[:2], form.heads)
     scheme, beta = made(x.shape[0], form.heads, 3 * form.free + 1), made(form.heads, form.free)
     kept = [rest, values, *items, decay if form.decays else empty(), scheme, beta, heads(form.mean), heads(form.free)]
-    return [heads(form.width), doubt, *kept, empty()]
+    return [heads(form.width), doubt, *kept]
 
 
 @_operator_backward.register_fake
