@@ -188,6 +188,15 @@ def test_a_checkpointed_layer_is_computed_twice(name, monkeypatch):
     assert len(calls) == 2
 
 
+def test_copies_of_what_is_kept_train_as_well(monkeypatch):
+    """As hooks give them that offload; the graph of fla's kernel is not copied."""
+    layer, x, gradient = build(LAYERS["gla"]), torch.randn(2, 19, 20), torch.randn(2, 19, 20)
+    fused_on_cpu.install(monkeypatch)
+    wanted = trained(layer, x, gradient)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
+        assert all(map(torch.equal, trained(layer, x, gradient), wanted))
+
+
 @pytest.mark.parametrize("name, spike", [("grouped heads", 200.0), ("gla", 1.0)])
 def test_gradients_repeat_bit_for_bit(name, spike, monkeypatch):
     layer, x = build(LAYERS[name]), torch.randn(2, 19, 20)

@@ -273,7 +273,7 @@ def with_graph(
 def graph_of(
     inputs: Sequence[Tensor | None], opens: Bool[Tensor, "b t"] | None, last: bool = True
 ) -> tuple[Sequence[Tensor | None], tuple[Tensor, Tensor | None]]:
-    """The leaves and results of the saved inputs' graph. Hooks, such as those of checkpointing, give copies of what was
+    """The leaves and results of the saved inputs' graph. Hooks, such as those that offload, give copies of what was
     saved, which have none: they get a new one."""
     if not hasattr(inputs[2], "graph"):
         with_graph(inputs, opens, True, last)
