@@ -55,10 +55,9 @@ def _softmax_reads(layer, call: Call) -> bool:
 
 
 def _linear_reads(layer, call: Call) -> bool:
-    """A normalised causal prior with at most one decay per head, without padding and states. A graph has the operator
-    of the scan instead, which hides that the host waits."""
+    """A normalised causal prior with at most one decay per head, without padding and states."""
     config = layer.config
-    if call.memory is not None or call.tokens.keep is not None or torch.compiler.is_compiling():
+    if call.memory is not None or call.tokens.keep is not None:
         return False
     if config.backend not in ("auto", "triton") or not (config.causal and config.normalize):
         return False
@@ -84,8 +83,7 @@ def mixed(
         return _softmax_mixed(layer, call, features)
     from fem.ops.linear_attention.mixed_read import mixed_read  # by Triton, which the library does not require
 
-    o = mixed_read(_linear_options(layer), *_tensors(layer, call.x, features))
-    return None if o is None else (o, None)
+    return mixed_read(_linear_options(layer), *_tensors(layer, call.x, features)), None
 
 
 def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
@@ -132,7 +130,7 @@ def _softmax_options(layer, x: Tensor):
 
 def _linear_options(layer):
     """How the `mixed_read` of linear attention is called."""
-    from fem.ops.linear_attention.mixed_read import Form, Options
+    from fem.ops.linear_attention.layer_form import Form, Options
 
     config, gate, widths = layer.config, layer.gate, _widths(layer.config)
     sizes = (config.n_head, config.key_width, *widths, gate.outer is not None, config.gate_rank or 0)

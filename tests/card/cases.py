@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 
 import card
 import pytest
@@ -152,9 +153,7 @@ def test_scans_read_padding_and_documents(prior):
 
 
 @full
-@pytest.mark.parametrize(
-    "prior, mode", [("softmax", "compiled"), ("softmax", "eager"), ("gla", "eager"), ("rnn_softmax", "eager")]
-)
+@pytest.mark.parametrize("prior, mode", [*product(("softmax", "gla"), MODES), ("rnn_softmax", "eager")])
 def test_checkpointed_layers_run(prior, mode):
     layer = build(256, 4, prior_type=prior)
     train(through(mode, lambda x: checkpoint(layer, x, use_reentrant=False)), tokens())

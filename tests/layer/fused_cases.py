@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer
 from fem.ops.common import joined, part_kernels
+from fem.ops.linear_attention import kernel_read
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as kernels
 
@@ -192,6 +193,15 @@ def test_a_checkpointed_layer_is_computed_twice(name, monkeypatch):
     assert len(calls) == 2
 
 
+def test_copies_of_what_is_kept_train_as_well(monkeypatch):
+    """As hooks give them that offload; the graph of fla's kernel is not copied."""
+    layer, x, gradient = build(LAYERS["gla"]), torch.randn(2, 19, 20), torch.randn(2, 19, 20)
+    fused_on_cpu.install(monkeypatch)
+    wanted = trained(layer, x, gradient)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
+        assert all(map(torch.equal, trained(layer, x, gradient), wanted))
+
+
 @pytest.mark.parametrize("name, spike", [("grouped heads", 200.0), ("gla", 1.0)])
 def test_gradients_repeat_bit_for_bit(name, spike, monkeypatch):
     layer, x = build(LAYERS[name]), torch.randn(2, 19, 20)
@@ -237,18 +247,53 @@ def test_linear_attention_is_read_by_the_fused_form(name, monkeypatch):
     trained(layer, x, torch.ones_like(x))
 
 
-def test_one_graph_without_a_break(monkeypatch):
-    layer, x = build(LAYERS["split, conditioner"]), torch.randn(2, 19, 20)
+@pytest.mark.parametrize(
+    "name, spike",
+    [("split, conditioner", 0.0), ("gla", 0.0), ("linear, slim, split, conditioner", 0.0), ("gla, conditioner", 200.0)],
+)
+def test_one_graph_without_a_break(name, spike, monkeypatch):
+    """Also where linear attention is in doubt."""
+    layer, x = build(LAYERS[name]), torch.randn(2, 19, 20)
+    spread(layer, 1.0, spike)
     fused_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(type(layer.prior), "read", None)
     wanted = trained(layer, x, torch.ones_like(x))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for one, other in zip(trained(compiled, x, torch.ones_like(x)), wanted, strict=True):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("name", ["full", "gla"])
-def test_a_second_derivative_is_refused(name, monkeypatch):
-    layer, x = build(LAYERS[name]), torch.randn(1, 5, 20, requires_grad=True)
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_attention_in_doubt_is_read_by_torch_operations(name, monkeypatch):
+    layer, unpacked = build(LAYERS[name]), kernel_read.unpacked
+
+    def in_doubt(*inputs, **cells):
+        inputs[5].fill_(1)  # the flag
+        return [torch.full_like(part, torch.nan) for part in unpacked(*inputs, **cells)]
+
+    fused_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(kernel_read, "unpacked", in_doubt)
+    found = errors(layer, torch.randn(2, 19, 20))
+    assert max(found.values()) < 2e-5, found
+
+
+@pytest.mark.parametrize("name", ["gla", "linear, slim, split, conditioner"])
+def test_second_derivatives_of_linear_attention_are_those_of_the_plain_form(name, monkeypatch):
+    layer, found = build(LAYERS[name]), []
+    for form, x in ((exact(layer), torch.randn(1, 5, 20).double()), (layer, None)):
+        x = (found[0][0].float() if x is None else x).requires_grad_()
+        leaves = [x, *form.parameters()]
+        if form is layer:
+            fused_on_cpu.install(monkeypatch)
+        first = torch.autograd.grad(form(x).square().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(y.square().sum() for y in first), leaves, materialize_grads=True)
+        found.append([x.detach(), *second])
+    for one, other in zip(found[1], found[0], strict=True):
+        assert (one - other).norm() < 1e-4 * other.norm().clamp_min(1)
+
+
+def test_a_second_derivative_of_softmax_is_refused(monkeypatch):
+    layer, x = build(LAYERS["full"]), torch.randn(1, 5, 20, requires_grad=True)
     fused_on_cpu.install(monkeypatch)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)

@@ -48,25 +48,30 @@ def joined(
         biases = [weight.new_zeros(n) if b is None else b for n, b in zip(rows, biases)]
         return weight.to(x.dtype), torch.cat(biases).to(x.dtype)
 
-    weight, bias = x.new_empty(sum(rows), inputs), None if biases is None else x.new_empty(sum(rows))
-    given = tuple(w.contiguous() for w in weights), (None,) * len(rows) if biases is None else tuple(biases)
-    ends, widths = tuple(accumulate(rows)), tuple(w.shape[1] for w in weights)
-    with on(x.device):
-        join_maps_kernel[sum(rows),](*given, ends, widths, weight, bias, inputs, triton.next_power_of_2(inputs))
-    return weight, bias
+    return _Joined.apply(x.detach(), len(rows), *weights, *(biases or ()))
 
 
-class Maps:
-    """What the gradients of joined maps need to know of each."""
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, count, *maps):
+        weights, biases = maps[:count], maps[count:]
+        inputs, rows = x.shape[-1], [len(w) for w in weights]
+        weight, bias = x.new_empty(sum(rows), inputs), x.new_empty(sum(rows)) if biases else None
+        given = tuple(w.contiguous() for w in weights), biases or (None,) * count
+        ends, widths = tuple(accumulate(rows)), tuple(w.shape[1] for w in weights)
+        with on(x.device):
+            join_maps_kernel[sum(rows),](*given, ends, widths, weight, bias, inputs, triton.next_power_of_2(inputs))
+        ctx.dtype, ctx.shapes, ctx.biased = (
+            weights[0].dtype,
+            [w.shape for w in weights],
+            [b is not None for b in biases],
+        )
+        return weight, bias
 
-    def __init__(self, weights: Weights, biases: Biases):
-        self.dtype, self.shapes = weights[0].dtype, [w.shape for w in weights]
-        self.biased = [b is not None for b in biases]
-
-    def gradients(self, d_weight: Float[Tensor, "c f"], d_bias: Float[Tensor, " c"] | None) -> list[Tensor | None]:
-        """Those of all weights, then of all biases."""
-        rows = [shape[0] for shape in self.shapes]
-        d_weights = d_weight.to(self.dtype).split_with_sizes(rows)
-        d_weights = [d if d.shape == shape else d[:, : shape[1]] for d, shape in zip(d_weights, self.shapes)]
-        d_biases = d_bias.to(self.dtype).split_with_sizes(rows) if self.biased else ()
-        return [*d_weights, *(d if biased else None for d, biased in zip(d_biases, self.biased))]
+    @staticmethod
+    def backward(ctx, d_weight, d_bias):
+        rows = [shape[0] for shape in ctx.shapes]
+        d_weights = d_weight.to(ctx.dtype).split_with_sizes(rows)
+        d_weights = [d if d.shape == shape else d[:, : shape[1]] for d, shape in zip(d_weights, ctx.shapes)]
+        d_biases = d_bias.to(ctx.dtype).split_with_sizes(rows) if ctx.biased else ()
+        return None, None, *d_weights, *(d if biased else None for d, biased in zip(d_biases, ctx.biased))

@@ -11,7 +11,7 @@ whether anything is in doubt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from fem.ops.common.backend import on
-from fem.ops.common.operator import again_differentiable
+from fem.ops.common.operator import again_differentiable, recorded
 from fem.ops.common.read import Terms
 from fem.ops.linear_attention import scan_kernels as K
 from fem.ops.linear_attention.linear_log_space import LinearInputs
@@ -30,6 +30,7 @@ from fem.ops.linear_attention.linear_log_space import LinearInputs
 NUMBERS = 1024  # of a tile, 8 for each of 128 threads
 PART = 256  # tokens whose extremes one program finds
 CELLS = 8  # key channels of a memory that are read together
+MISCOMPILES = "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"
 
 
 def kernel_read(
@@ -52,14 +53,14 @@ class _KernelRead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, again, stated, q, k, g, opens, v, f, beta, *memory):
-        recorded, sizes = any(ctx.needs_input_grad), Sizes.of(v.shape[3], beta.shape[1], q.shape[3])
+        sizes = Sizes.of(v.shape[3], beta.shape[1], q.shape[3])
         with on(v.device):
             inputs, scheme, heaviest, flag = packed(sizes, stated, q, k, g, v, v if f is None else f, beta, memory)
-            inputs, (sums, last) = with_graph(inputs, opens, recorded)
-            read = unpacked(sizes, sums.detach(), inputs[0], scheme, beta, flag, v.dtype, cells=False)
-            after = unpacked(sizes, last.detach(), heaviest, scheme, beta, flag, last.dtype, cells=True)
+            sums, last = with_graph(inputs, opens, any(ctx.needs_input_grad))
+            read = unpacked(sizes, sums, inputs[0], scheme, beta, flag, v.dtype, cells=False)
+            after = unpacked(sizes, last, heaviest, scheme, beta, flag, last.dtype, cells=True)
         ctx.again, ctx.sizes, ctx.stated = again, sizes, stated
-        ctx.save_for_backward(q, k, g, opens, v, f, beta, *memory, scheme, heaviest, *inputs, sums, last)
+        ctx.save_for_backward(q, k, g, opens, v, f, beta, *memory, scheme, heaviest, *inputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(flag)
         return *read, *after, flag
@@ -67,7 +68,7 @@ class _KernelRead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         saved = ctx.saved_tensors
-        (q, k, g, opens, v, f, beta, *memory), (scheme, heaviest, *inputs, sums, last) = saved[:10], saved[10:]
+        (q, k, g, opens, v, f, beta, *memory), (scheme, heaviest, *inputs) = saved[:10], saved[10:]
         if torch.is_grad_enabled():
             both = (q, k, g, opens, v, v if f is None else f, beta, *memory)
             *found, d_v, d_f, d_beta, d_weight, d_mean, d_free = again_differentiable(ctx.again, both, grads[:6])
@@ -87,7 +88,7 @@ class _KernelRead(torch.autograd.Function):
         of_items, of_read, of_after, of_memory = tilts.split(counts)
         pairs = []
         with on(v.device):
-            inputs, (sums, last) = graph_of(inputs, (sums, last), opens)
+            inputs, (sums, last) = graph_of(inputs, opens)
             if d_read is not None:
                 pairs.append((sums, through_unpack(sizes, sums, inputs[0], scheme, beta, d_read, of_read, False)))
             if d_after is not None:
@@ -258,22 +259,25 @@ def _through_entry(sizes: Sizes, d_state, scheme, beta, memory, tilt) -> list[Te
 
 
 def with_graph(
-    inputs: Sequence[Tensor | None], opens: Bool[Tensor, "b t"] | None, recorded: bool, last: bool = True
-) -> tuple[list[Tensor | None], tuple[Tensor, Tensor | None]]:
-    """The inputs of `by_fla` and what it returns, where recorded joined by its graph: whoever saves them keeps it."""
-    inputs = [x if x is None else x.detach().requires_grad_(recorded) for x in inputs]
-    with torch.set_grad_enabled(recorded):
-        outputs = by_fla(*inputs, opens, last=last)
-    inputs[2].has_graph = recorded
-    return inputs, outputs
+    inputs: Sequence[Tensor | None], opens: Bool[Tensor, "b t"] | None, differentiated: bool, last: bool = True
+) -> Sequence[Tensor | None]:
+    """What `by_fla` returns of the inputs; where differentiated, the items have its graph, which lives as long."""
+    leaves = [x if x is None else x.detach().requires_grad_(differentiated) for x in inputs]
+    with recorded():
+        outputs = by_fla(*leaves, opens, last=last)
+    if differentiated:
+        inputs[2].graph = leaves, outputs
+    return [x if x is None else x.detach() for x in outputs]
 
 
 def graph_of(
-    inputs: Sequence[Tensor | None], outputs: tuple, opens: Bool[Tensor, "b t"] | None, last: bool = True
+    inputs: Sequence[Tensor | None], opens: Bool[Tensor, "b t"] | None, last: bool = True
 ) -> tuple[Sequence[Tensor | None], tuple[Tensor, Tensor | None]]:
-    """Saved inputs and outputs with their graph. Hooks, such as those of checkpointing, give copies of what was saved,
-    whose graph would compute the whole layer once more for its own tensors: they get a new one."""
-    return (inputs, outputs) if getattr(inputs[2], "has_graph", False) else with_graph(inputs, opens, True, last)
+    """The leaves and results of the saved inputs' graph. Hooks, such as those that offload, give copies of what was
+    saved, which have none: they get a new one."""
+    if not hasattr(inputs[2], "graph"):
+        with_graph(inputs, opens, True, last)
+    return inputs[2].graph
 
 
 def by_fla(
@@ -305,7 +309,7 @@ def by_fla(
     return out.view(rows, time, *out.shape[2:]), after.index_select(0, finals)
 
 
-@cache
+@torch.compiler.assume_constant_result
 def miscompiled(device: torch.device) -> bool:
     """Whether Triton makes wrong code of fla's `chunk_simple_gla`: its versions 3.4.0 to 3.7.0 do on an H100 or H200.
 
@@ -313,9 +317,7 @@ def miscompiled(device: torch.device) -> bool:
     with that of the head in every channel. Without a decay products of bfloat16 gave wrong gradients on an H100 and
     read out of bounds on an H200; those of float32 were right on both.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    return "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"
+    return MISCOMPILES and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def fla_kernel(g: Tensor | None, time: int):

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import on
-from fem.ops.common.joined import Maps, joined
+from fem.ops.common.joined import joined
 from fem.ops.common.operator import operator
 from fem.ops.common.part_kernels import summed
 from fem.ops.softmax.fused import doubt_kernels as doubt
@@ -51,10 +51,11 @@ def mixed_read(
     inner_up to outer_bias: the second maps of slim gates. theta: of beta, which is 1 without one.
     Raises RuntimeError where its gradient is to be differentiated.
     """
-    tensors = value_scale, inner_up, inner_bias, outer_up, outer_bias, theta, cos, sin
+    others = value_scale, inner_up, inner_bias, outer_up, outer_bias, theta, cos, sin
+    tensors = (x, *joined(x, weights, biases), *others)
     if torch.compiler.is_compiling():
-        return _operator(x, *joined(x, weights, biases), *tensors, list(map(int, options.form)), *options[1:])[0]
-    return _MixedRead.apply(options, len(weights), x, *tensors, *weights, *(biases or ()))
+        return _operator(*tensors, list(map(int, options.form)), *options[1:])[0]
+    return _MixedRead.apply(options, *tensors)
 
 
 def prefill(options: Options, weights, biases, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,12 +76,10 @@ class _MixedRead(torch.autograd.Function):
     """o, in eager calls; a compiled graph has the operators below."""
 
     @staticmethod
-    def forward(ctx, options, maps, x, *inputs):
-        others, weights, biases = inputs[: _TENSORS - 3], inputs[_TENSORS - 3 :][:maps], inputs[_TENSORS - 3 + maps :]
-        tensors = (x, *joined(x, weights, biases or None), *others)
+    def forward(ctx, options, *tensors):
         kept = _mixed_forward(*tensors, *options)
         ctx.save_for_backward(*tensors, *kept)
-        ctx.options, ctx.maps = options, Maps(weights, biases)
+        ctx.options = options
         return kept[0]
 
     @staticmethod
@@ -91,8 +90,7 @@ class _MixedRead(torch.autograd.Function):
                 'has backend="plain" is differentiable any number of times.'
             )
         saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
-        d_x, d_weight, d_bias, *others = _of_inputs(_mixed_backward(grad, saved, *ctx.options), saved)
-        return None, None, d_x, *others, None, None, *ctx.maps.gradients(d_weight, d_bias)
+        return None, *_of_inputs(_mixed_backward(grad, saved, *ctx.options), saved), None, None
 
 
 def _of_inputs(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> list[Tensor | None]:

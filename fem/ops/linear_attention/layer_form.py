@@ -1,0 +1,112 @@
+"""What a layer of linear attention or GLA is between its input and its output map, and its read by torch operations.
+
+[q | k | v | inner | outer | decay] = W x + b        g = logsigmoid(decay) / 16
+o = outer gate of (1 - lambda) mean + lambda F of the read by phi(q), phi(k), v and g            (Eq. 4, 7, 10, 11)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from fem.ops.common.precision import upcast
+from fem.ops.common.rope import turned
+from fem.ops.common.scan import ScanCall
+from fem.ops.linear_attention.linear_attention_read import linear_attention_read
+
+
+class Form(NamedTuple):
+    """Widths of a layer and the parts that it has; all numbers, as an operator takes them.
+
+    mean, free: channels of a head that read either; shared: they are the same ones, which lambda mixes. rank: of slim
+    gates, whose first maps are columns of the product and whose second maps are tensors; 0: full gates.
+    """
+
+    heads: int
+    key: int
+    mean: int
+    free: int
+    shared: bool
+    gated: bool
+    rank: int
+    decays: bool
+    context: int  # columns of the conditioner's features, behind the layer's input
+
+    @property
+    def width(self) -> int:
+        """Columns of a head of o, and of v."""
+        return self.free if self.shared else self.mean + self.free
+
+    @property
+    def keys(self) -> int:
+        """Columns of q and k."""
+        return 2 * self.heads * self.key
+
+    @property
+    def columns(self) -> list[int]:
+        """Those of v, of lambda's and g's logits, or of what their first maps give, and of the decay."""
+        values = self.heads * self.width
+        gate = self.rank or values
+        return [values, gate * self.shared, gate * self.gated, self.heads * self.decays]
+
+    def by_heads(self, columns: Float[Tensor, "b t c"]) -> Float[Tensor, "b t h d"]:
+        return columns.unflatten(-1, (self.heads, -1))
+
+    def parts(self, rest: Float[Tensor, "b t c"]) -> list[Tensor | None]:
+        """The values, (B, T, H, d), and the other columns, None for no part."""
+        sizes = self.columns
+        values, *others = rest[..., : sum(sizes)].split_with_sizes(sizes, -1)
+        return [self.by_heads(values), *(y if y.shape[-1] else None for y in others)]
+
+    def pair(self, values: Float[Tensor, "b t h d"]) -> tuple[Tensor, Tensor]:
+        """Those whose mean is read, and those whose free energy is."""
+        return values[..., : self.mean], values[..., self.width - self.free :]
+
+    def eta(self, x: Float[Tensor, "b t f"], scale: Float[Tensor, "v c"]) -> Float[Tensor, "b t h d"]:
+        """W_v h, of the conditioner's features h behind the layer's input."""
+        return self.by_heads(F.linear(x[..., -self.context :].flatten(0, 1), scale).view(*x.shape[:2], -1))
+
+
+class Options(NamedTuple):
+    """What a read is called with beside tensors."""
+
+    form: Form
+    eps: float
+    beta_start: float  # beta = softplus(theta + beta_start)
+
+
+def logits_of(gates: Sequence[Tensor | None], ups: Sequence[Tensor | None]) -> list[Float[Tensor, "n w"] | None]:
+    """U z + b of slim gates."""
+    pairs = zip(gates, ups[::2], ups[1::2])
+    return [None if z is None else F.linear(z.flatten(0, 1), up, bias) for z, up, bias in pairs]
+
+
+def plain_mixed_read(*inputs) -> Float[Tensor, "b t h d"]:
+    """`mixed_read` of joined maps, exact whatever the values are, and differentiable any number of times."""
+    x, weight, bias, scale, *ups, theta, cos, sin, form, eps, start = inputs
+    form, joint = Form(*form), F.linear(x, weight, bias)
+    values, *gates, decay = form.parts(joint[..., form.keys :])
+    if form.context:
+        values = torch.addcmul(values, values, form.eta(x, scale))
+    q, k = (upcast(form.by_heads(y)) for y in joint[..., : form.keys].chunk(2, -1))
+    if cos is not None:
+        q, k = (turned(y, cos[: x.shape[1], None], sin[: x.shape[1], None]) for y in (q, k))
+    beta = None
+    if form.free:
+        beta = joint.new_ones(form.heads, form.free) if theta is None else F.softplus(upcast(theta) + start)
+    v, f = (values, None) if form.shared or not form.free else form.pair(values)
+    g = None if decay is None else F.logsigmoid(upcast(decay)) / 16
+    read = linear_attention_read(F.relu(q) + eps, F.relu(k) + eps, v, beta, g, f, call=ScanCall(backend="plain"))
+    mean, free = map(upcast, read) if form.free else (upcast(read.mean), values[..., :0])
+    logits = logits_of(gates, ups) if form.rank else gates
+    inner, outer = (None if y is None else upcast(y).view_as(values) for y in logits)
+    u = torch.cat([mean, free], -1) if inner is None else torch.lerp(mean, free, inner.sigmoid())
+    if outer is not None:
+        s = F.softplus(outer)
+        u = s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps) * u
+    return u.to(x.dtype)
