@@ -181,12 +181,12 @@ class _Doubt(NamedTuple):
         tilted = beta.new_empty(sum(counts), form.free)
         return cls(exact, torch.empty_like(exact, dtype=q.dtype), tilted, *tilted.split_with_sizes(counts))
 
-    def d_theta(self, form: Form) -> Float[Tensor, "hkv df"]:
+    def d_theta(self, form: Form, dtype: torch.dtype) -> Float[Tensor, "hkv df"]:
         """theta's gradient: the sum over all tiles, of queries and of values."""
         if form.heads == form.kv_heads:
-            return summed(self.tilted.view(-1, form.kv_heads, form.free), torch.float32)
+            return summed(self.tilted.view(-1, form.kv_heads, form.free), dtype)
         query_parts = self.query_parts.view(-1, form.kv_heads, form.heads // form.kv_heads, form.free).sum((0, 2))
-        return query_parts + self.value_parts.view(-1, form.kv_heads, form.free).sum(0)
+        return (query_parts + self.value_parts.view(-1, form.kv_heads, form.free).sum(0)).to(dtype)
 
 
 @_on_its_device
@@ -218,7 +218,7 @@ def _mixed_backward(
     d_theta = None
     if form.free:
         _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful, form, scale, sizes)
-        d_theta = None if theta is None else doubtful.d_theta(form)
+        d_theta = None if theta is None else doubtful.d_theta(form, theta.dtype)
     else:
         d_v.copy_(d_both)
     if form.rotary:
@@ -367,9 +367,7 @@ def _(grad, *inputs):
     x, weight, bias, scale, inner_up, inner_bias, outer_up, outer_bias, theta = inputs[: _TENSORS - 2]
     ups = [[up for up in one if up is not None] for one in ((inner_up, outer_up), (inner_bias, outer_bias))]
     shapes = [*(y.shape for y in (x, weight, bias, scale) if y is not None), *((len(y), *y[0].shape) for y in ups if y)]
-    return [x.new_empty(shape) for shape in shapes] + (
-        [] if theta is None else [theta.new_empty(theta.shape, dtype=torch.float32)]
-    )
+    return [x.new_empty(shape) for shape in shapes] + ([] if theta is None else [theta.new_empty(theta.shape)])
 
 
 def _save(ctx, inputs, output):
