@@ -5,18 +5,19 @@
 The product's result is one tensor, of which the kernels read and write columns: q and k are turned in place, and the
 gradients of all maps are written side by side, so that one product makes dW and one dx. Where x is [x, h], with the
 conditioner's features, v has weights of 0 for h, and is multiplied by 1 + W_v h. Beside products, sums over tokens and
-torch's attention there are 6 launches forward and 7 backward, with a conditioner 7 and 8. Nothing waits for the host.
+torch's attention there are 6 launches forward and 7 backward. Nothing waits for the host.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fem.ops.common.backend import on
@@ -65,7 +66,9 @@ def prefill(options: Options, weights, biases, x: Tensor, *tensors: Tensor | Non
     else:
         o, joint, *rest = _mixed_forward(*inputs, *options)
     _, k, v, *_ = form.parts(joint)
-    return o, k, rest[0] if form.context else v
+    if form.context:
+        v = rest[0][..., : form.mean] if form.shared else torch.cat([rest[0][..., : form.mean], rest[1]], -1)
+    return o, k, v
 
 
 _TENSORS = 11
@@ -118,21 +121,19 @@ def _on_its_device(function: Callable) -> Callable:
 
 @_on_its_device
 def _mixed_forward(*inputs) -> list[Tensor]:
-    """o, and what the backward needs: the product, with a conditioner the values, where a free energy is read [v | e],
-    beta, the scheme and the flags, [mean | R] where o is another tensor, and the logarithms of attention's sums.
+    """o, and what the backward needs: the product, [v | e] and f where they are other tensors, where a free energy is
+    read beta, the scheme and the flags, [mean | R] where o is another tensor, and the logarithms of attention's sums.
     """
     x, weight, bias, value_scale, *ups, theta, cos, sin, form, scale, eps, start = inputs
     joint = F.linear(x, weight, bias)
     q, k, v, *gates = form.parts(joint)
     (batch, time), sizes, kept = q.shape[:2], sizes_of(form, *q.shape[:2]), [joint]
-    if form.context:
-        values = v.new_empty(v.shape)
-        _modulate(K.modulate_kernel, form, sizes, v, x, value_scale, values)
-        v = values
-        kept.append(v)
     if form.rotary:
         _rotate(q, k, q, k, cos, sin, 1, sizes)
-    both, beta, scheme = _launch_pack(v, theta, start, form, sizes) if form.free else (v, None, None)
+    both, f, beta, scheme = v, None, None, None
+    if form.packs:
+        both, f, beta, scheme = _launch_pack(v, _context(form, x), value_scale, theta, start, form, sizes)
+        kept += [both, f] if form.apart else [both]
     out, lse = fused_attention.kernel_attention(q, k, both, scale, form.causal, form.kernel)
     if not form.mixes:
         return [out, *kept, lse]
@@ -144,24 +145,28 @@ def _mixed_forward(*inputs) -> list[Tensor]:
     )
     if not form.free:
         return [o, *kept, out, lse]
-    _settle(q, k, v, lse, out, scheme, beta, o, flags, gates, ups, o, scale, eps, form, sizes)
-    return [o, *kept, both, beta, scheme, flags, out, lse]
+    _settle(q, k, f, lse, out, scheme, beta, o, flags, gates, ups, o, scale, eps, form, sizes)
+    return [o, *kept, beta, scheme, flags, out, lse]
 
 
-def _modulate(kernel, form: Form, sizes: Sizes, v: Tensor, x: Tensor, weight: Tensor, *others: Tensor) -> None:
-    """Launch a kernel of the values' modulation."""
-    h = x[..., x.shape[2] - form.context :]
-    kernel[sizes.scaled](
-        v, h, weight, *others, v.shape[0] * v.shape[1], _row_stride(v), _row_stride(h), **sizes.modulate
-    )
+def _context(form: Form, x: Tensor) -> Float[Tensor, "b t c"]:
+    """The conditioner's features h, behind the layer's input."""
+    return x[..., x.shape[2] - form.context :]
 
 
-def _settle(q, k, v, lse, out, scheme, beta, exact, flags, gates, ups, o, scale, eps, form: Form, sizes: Sizes):
+def _free_values(form: Form, v: Tensor, both: Tensor, apart: Tensor | None) -> Float[Tensor, "b t h df"]:
+    """f, columns of v; with a conditioner those of [v | e] whose mean is read, too, or a tensor of their own."""
+    if form.context:
+        return both[..., : form.free] if form.shared else apart
+    return v[..., form.width - form.free :]
+
+
+def _settle(q, k, f, lse, out, scheme, beta, exact, flags, gates, ups, o, scale, eps, form: Form, sizes: Sizes):
     """Compute the doubtful free energies: write them to `exact`, or where that is o, mixed and gated, to o."""
     doubt.doubtful_rows_kernel[sizes.spans](
-        q, k, v, lse, out, scheme, beta, exact, flags, *gates, *ups, o, q.shape[1], sizes.tiles, scale, eps,
-        *map(_row_stride, (q, k, v, *gates)), **sizes.doubt, GATED=form.gated, MIXED=exact is o, RANK=form.rank,
-        COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
+        q, k, f, lse, out, scheme, beta, exact, flags, *gates, *ups, o, q.shape[1], sizes.tiles, scale, eps,
+        *map(_row_stride, (q, k)), *_strides(f), *map(_row_stride, gates), **sizes.doubt, SHARED=form.shared,
+        GATED=form.gated, MIXED=exact is o, RANK=form.rank, COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
     )  # fmt: skip
 
 
@@ -175,9 +180,9 @@ class _Doubt(NamedTuple):
     value_parts: Float[Tensor, "nv df"]
 
     @classmethod
-    def of(cls, q: Tensor, beta: Tensor, form: Form, tiles: int) -> _Doubt:
+    def of(cls, q: Tensor, beta: Tensor, form: Form, sizes: Sizes) -> _Doubt:
         exact = torch.empty(*q.shape[:3], form.free, dtype=torch.float32, device=q.device)
-        counts = [q.shape[0] * tiles * heads for heads in (form.heads, form.kv_heads)]
+        counts = [math.prod(grid) for grid in (sizes.reads, sizes.values)]
         tilted = beta.new_empty(sum(counts), form.free)
         return cls(exact, torch.empty_like(exact, dtype=q.dtype), tilted, *tilted.split_with_sizes(counts))
 
@@ -198,14 +203,14 @@ def _mixed_backward(
     x, weight, bias, value_scale, *ups, theta, cos, sin = kept[:_TENSORS]
     o, joint, *rest, lse = kept[_TENSORS:]
     d_joint = torch.empty_like(joint)
-    q, k, raw_v, *gates = form.parts(joint)
+    q, k, v, *gates = form.parts(joint)
     to_q, to_k, to_v, *d_gates = form.parts(d_joint)
-    v = rest.pop(0) if form.context else raw_v
-    d_v = torch.empty_like(v) if form.context else to_v
-    both, beta, scheme, flags, out = rest if form.free else (v, None, None, None, rest[0] if form.mixes else o)
-    sizes = sizes_of(form, *q.shape[:2])
-    known = (q, k, v, lse, out, scheme, beta)
-    doubtful = _Doubt.of(q, beta, form, sizes.tiles) if form.free else None
+    both = rest.pop(0) if form.packs else v
+    f = _free_values(form, v, both, rest.pop(0) if form.apart else None)
+    beta, scheme, flags, out = rest if form.free else (None, None, None, rest[0] if form.mixes else o)
+    sizes, h = sizes_of(form, *q.shape[:2]), _context(form, x)
+    known = (q, k, f, lse, out, scheme, beta)
+    doubtful = _Doubt.of(q, beta, form, sizes) if form.free else None
 
     d_out, d_ups = grad.contiguous(), [None] * 2
     if form.mixes:
@@ -215,29 +220,30 @@ def _mixed_backward(
     d_q, d_k, d_both = fused_attention.kernel_attention_backward(
         d_out, q, k, both, out, lse, scale, form.causal, form.kernel
     )
-    d_theta = None
+    raised = value_parts = d_theta = None
     if form.free:
-        _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful, form, scale, sizes)
-        d_theta = None if theta is None else doubtful.d_theta(form, theta.dtype)
-    else:
-        d_v.copy_(d_both)
+        value_parts = doubtful.value_parts
+        raised = _through_doubt(d_q, d_k, to_v, known, flags, doubtful, form, scale, sizes)
+    d_eta = v.new_empty(v.shape) if form.context else None
+    K.pack_backward_kernel[sizes.values](
+        d_both, v, h, value_scale, f, scheme, beta, raised, to_v, d_eta, value_parts, q.shape[1], _row_stride(v),
+        _row_stride(h), *_strides(f), _row_stride(to_v), **sizes.pack,
+    )  # fmt: skip
+    if theta is not None:
+        d_theta = doubtful.d_theta(form, theta.dtype)
     if form.rotary:
         _rotate(d_q, d_k, to_q, to_k, cos, sin, -1, sizes)
     else:
         to_q.copy_(d_q)
         to_k.copy_(d_k)
-    d_eta = None
-    if form.context:
-        d_eta = torch.empty_like(v)
-        _modulate(K.modulate_backward_kernel, form, sizes, raw_v, x, value_scale, d_v, to_v, d_eta)
 
-    del d_q, d_k, d_v, d_both, d_out, doubtful  # before dx is allocated
+    del d_q, d_k, d_both, d_out, doubtful  # before dx is allocated
     flat, features = d_joint.flatten(0, 1), x.flatten(0, 1)
     d_x, d_scale = flat @ weight, None
     if form.context:
-        d_eta, h = d_eta.flatten(2).flatten(0, 1), slice(-form.context, None)
-        d_x[:, h].addmm_(d_eta, value_scale)
-        d_scale = d_eta.T @ features[:, h]
+        d_eta, columns = d_eta.flatten(2).flatten(0, 1), slice(-form.context, None)
+        d_x[:, columns].addmm_(d_eta, value_scale)
+        d_scale = d_eta.T @ features[:, columns]
     return [d_x.view(x.shape), flat.T @ features, None if bias is None else flat.sum(0), d_scale, *d_ups, d_theta]
 
 
@@ -245,7 +251,7 @@ def _through_gates(
     grad, known, flags, doubtful: _Doubt | None, o, joint, gates, ups, d_gates, form: Form, scale, eps, sizes
 ):
     """The gradient of [mean | R], and those of the second maps of slim gates; writes those of the gates' columns."""
-    q, k, v, lse, out, scheme, beta = known
+    q, k, f, lse, out, scheme, beta = known
     there = [gate is not None for gate in gates]
     slim = out.new_empty(sum(there), *q.shape[:3], form.width) if form.rank else None
     targets = iter(slim if form.rank else [d for d in d_gates if d is not None])
@@ -257,7 +263,7 @@ def _through_gates(
         d_biases = torch.empty(parts, dtype=torch.float32, device=q.device)
     if doubtful is not None:
         exact, d_free, _, query_parts, _ = doubtful
-        _settle(q, k, v, lse, out, scheme, beta, exact, flags, inputs, ups, o, scale, eps, form, sizes)
+        _settle(q, k, f, lse, out, scheme, beta, exact, flags, inputs, ups, o, scale, eps, form, sizes)
     d_out = torch.empty_like(out)
     K.mix_backward_kernel[sizes.reads](
         grad, out, *inputs, *ups, scheme, beta, exact, flags, d_out, *outputs, d_biases, d_free, query_parts,
@@ -277,27 +283,33 @@ def _through_second_maps(joint, gates, ups, d_logits, d_gates, d_biases) -> list
     return [d_ups, summed(d_biases, joint.dtype) if biases else None]
 
 
-def _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful: _Doubt, form: Form, scale: float, sizes: Sizes):
-    """Write d_v from the gradient of [v | e]; add to d_q, d_k and d_v what goes through doubtful entries."""
-    q, k, v, _, _, scheme, beta = known
+def _through_doubt(
+    d_q, d_k, d_v, known, flags, doubtful: _Doubt, form: Form, scale: float, sizes: Sizes
+) -> Int[Tensor, "b hkv"]:
+    """Add to d_q and d_k what goes through doubtful entries, and where that is raised write it to d_v's f."""
+    (q, k, f, *_), d_f = known, d_v[..., form.width - form.free :]
     batch, time = q.shape[:2]
-    exact, d_free, _, query_parts, value_parts = doubtful
-    K.pack_backward_kernel[sizes.values](
-        d_both, v, scheme, beta, d_v, value_parts, time, _row_stride(v), _row_stride(d_v), form.width, **sizes.pack
-    )
-    inputs, rows = (*known, exact, flags, d_free), (_row_stride(q), _row_stride(k), _row_stride(v))
+    exact, d_free, _, query_parts, _ = doubtful
+    inputs, rows = (*known, exact, flags, d_free), (*map(_row_stride, (q, k)), *_strides(f))
+    raised = flags.new_empty(batch, form.kv_heads)
     doubt.doubtful_queries_backward_kernel[sizes.spans](
         *inputs, d_q, query_parts, time, sizes.tiles, scale, *rows, _row_stride(d_q), **sizes.doubt, FLAGS=sizes.flags
     )
     doubt.doubtful_keys_backward_kernel[(form.kv_heads, SPANS, batch)](
-        *inputs, d_k, d_v, time, sizes.tiles, scale, *rows, _row_stride(d_k), _row_stride(d_v), **sizes.doubt,
+        *inputs, d_k, d_f, raised, time, sizes.tiles, scale, *rows, _row_stride(d_k), *_strides(d_f), **sizes.doubt,
         FLAGS=sizes.group_flags,
     )  # fmt: skip
+    return raised
 
 
 def _row_stride(x: Tensor) -> int:
     """Numbers from one token of (B, T, H, d) to the next, of rows that lie one after another."""
     return x.stride(1)
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """The same, and numbers from one head to the next."""
+    return x.stride(1), x.stride(2)
 
 
 def _rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, sign: int, sizes: Sizes):
@@ -308,20 +320,25 @@ def _rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin
 
 
 def _launch_pack(
-    v: Tensor, theta: Tensor | None, start: float, form: Form, sizes: Sizes
-) -> tuple[Tensor, Tensor, Tensor]:
-    """[v | e], beta and the scheme."""
-    batch, time = v.shape[:2]
-    channels = form.kv_heads * form.free
+    v: Tensor, h: Tensor, scale: Tensor | None, theta: Tensor | None, start: float, form: Form, sizes: Sizes
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """[v | e], f, and of a free energy beta and the scheme."""
+    batch, time, channels = *v.shape[:2], form.kv_heads * form.free
+    both = v.new_empty(*v.shape[:3], form.mean + form.free)
+    f = _free_values(form, v, both, v.new_empty(*v.shape[:3], form.free) if form.apart else None)
     beta = torch.empty(form.kv_heads, form.free, dtype=torch.float32, device=v.device)
     extremes, scheme = beta.new_empty(batch, sizes.parts[1], 2, channels), beta.new_empty(batch, 2, channels)
-    both = v.new_empty(*v.shape[:3], form.mean + form.free)
-    K.extremes_kernel[sizes.parts](v, theta, beta, extremes, time, start, _row_stride(v), **sizes.extremes)
+    K.extremes_kernel[sizes.parts](
+        v, h, scale, f, both, theta, beta, extremes, time, start, _row_stride(v), _row_stride(h), *_strides(f),
+        **sizes.extremes,
+    )  # fmt: skip
+    if not form.free:
+        return both, f, None, None
     K.pack_kernel[sizes.values](
-        v, extremes, beta, both, scheme, time, sizes.parts[1], _row_stride(v), form.width, **sizes.pack,
+        v, f, extremes, beta, both, scheme, time, sizes.parts[1], _row_stride(v), *_strides(f), **sizes.pack,
         PARTS=sizes.most_parts,
     )  # fmt: skip
-    return both, beta, scheme
+    return both, f, beta, scheme
 
 
 # --- for torch.compile: the same as two operators, which it does not look into ---------------------------------------
@@ -346,14 +363,14 @@ def _(*inputs):
     form, (batch, time) = Form(*form), x.shape[:2]
     head = lambda width, heads=form.heads: x.new_empty(batch, time, heads, width)  # noqa: E731
     o, kept = head(form.width), [x.new_empty(batch, time, weight.shape[0])]
-    kept += [head(form.width, form.kv_heads)] if form.context else []
+    kept += [head(form.mean + form.free, form.kv_heads)] if form.packs else []
+    kept += [head(form.free, form.kv_heads)] if form.apart else []
     lse = x.new_empty(batch, form.heads, time, dtype=torch.float32)
     if not form.free:
         return [o, *kept, *([head(form.width)] if form.gated else []), lse]
-    summed = form.mean + form.free
     beta, scheme = lse.new_empty(form.kv_heads, form.free), lse.new_empty(batch, 2, form.kv_heads * form.free)
     flags = lse.new_empty(batch, form.heads, -(-time // rows_of_tile(form)), dtype=torch.int32)
-    return [o, *kept, head(summed, form.kv_heads), beta, scheme, flags, head(summed), lse]
+    return [o, *kept, beta, scheme, flags, head(form.mean + form.free), lse]
 
 
 @operator(f"mixed_read_backward(Tensor grad, {_MIXED_INPUTS}, Tensor[] kept, {_OPTIONS}) -> Tensor[]", waits=False)
