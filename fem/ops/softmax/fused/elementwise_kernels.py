@@ -81,21 +81,24 @@ def load_logits(
 
 @triton.jit
 def rotate_kernel(
-    q, k, q_out, k_out, cos, sin, rows, time,
+    q, k, q_out, k_out, cos, sin, parts, rows, time,
     q_row: tl.constexpr, k_row: tl.constexpr, q_out_row: tl.constexpr, k_out_row: tl.constexpr,
     heads: tl.constexpr, kv_heads: tl.constexpr, WIDTH: tl.constexpr, SIGN: tl.constexpr, ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
     """y_j = x_j cos - x_{j+d/2} sin, y_{j+d/2} = x_{j+d/2} cos + x_j sin, of queries and keys; SIGN -1 turns back.
+    Without cos they stay as they are.
 
-    Programs of the first `heads` heads turn q, the others k. q_out and k_out may be q and k.
+    Programs of the first `heads` heads turn q, the others k. q_out and k_out may be q and k. parts: sums of tiles.
     """
     head = tl.program_id(0) % (heads + kv_heads)
-    row = tl.program_id(0) // (heads + kv_heads) * ROWS + tl.arange(0, ROWS)
-    plane = tl.arange(0, HALF)
+    tile = tl.program_id(0) // (heads + kv_heads)
+    plane, row = tl.arange(0, HALF), tile * ROWS + tl.arange(0, ROWS)
     there = (row < rows)[:, None] & (plane < WIDTH // 2)[None]
-    angle = (row % time)[:, None] * (WIDTH // 2) + plane[None]
-    c, s = tl.load(cos + angle, there, other=0.0), SIGN * tl.load(sin + angle, there, other=0.0)
+    c, s = tl.full((ROWS, HALF), 1.0, tl.float32), tl.zeros((ROWS, HALF), tl.float32)
+    if cos is not None:
+        angle = (row % time)[:, None] * (WIDTH // 2) + plane[None]
+        c, s = tl.load(cos + angle, there, other=0.0), SIGN * tl.load(sin + angle, there, other=0.0)
     row = row.to(tl.int64)[:, None]
     if head < heads:
         x, y = q + row * q_row + head * WIDTH + plane[None], q_out + row * q_out_row + head * WIDTH + plane[None]
@@ -105,6 +108,10 @@ def rotate_kernel(
     low, high = turned(x, c, s, there, WIDTH // 2)
     tl.store(y, low, there)
     tl.store(y + WIDTH // 2, high, there)
+    if parts is not None:
+        at = parts + (tile * (heads + kv_heads) + head) * WIDTH + plane
+        tl.store(at, tl.sum(low, 0), plane < WIDTH // 2)
+        tl.store(at + WIDTH // 2, tl.sum(high, 0), plane < WIDTH // 2)
 
 
 @triton.jit
@@ -198,12 +205,12 @@ def pack_kernel(
 
 @triton.jit
 def pack_backward_kernel(
-    d_both, v, h, weight, f, scheme, beta, raised, d_v, d_eta, d_theta, time, v_row: tl.constexpr, h_row: tl.constexpr,
-    f_row: tl.constexpr, f_head: tl.constexpr, d_v_row: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
-    SHARED: tl.constexpr, CONTEXT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    d_both, v, h, weight, f, scheme, beta, raised, d_v, d_eta, d_theta, parts, time, v_row: tl.constexpr,
+    h_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr, d_v_row: tl.constexpr, MEAN: tl.constexpr,
+    FREE: tl.constexpr, SHARED: tl.constexpr, CONTEXT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dv, to which de adds beta exp(z) de, and what goes through doubtful entries, which stands in d_v where they are
-    raised; d_theta: of this tile, sum_i exp(z) de (f - c) dbeta/dtheta.
+    raised. Of this tile d_theta is sum_i exp(z) de (f - c) dbeta/dtheta, and parts is sum_i dv.
 
     With a conditioner this is the gradient of v (1 + W h): dv is 1 + W h times that, and d_eta = d(W h) is v times.
     """
@@ -233,6 +240,9 @@ def pack_backward_kernel(
         tl.store(d_eta + token * heads * width + head * width + column[None], d * x, inside)
         d *= 1.0 + product(h, token, rows, h_row, weight, head, width, CONTEXT, column)
     tl.store(to_v, d, inside)
+    if parts is not None:
+        at = parts + ((batch * tl.num_programs(1) + tile) * heads + head) * width + column
+        tl.store(at, tl.sum(tl.where(inside, d, 0.0), 0), column < width)
 
 
 @triton.jit
@@ -289,7 +299,7 @@ def mix_backward_kernel(
     """du = g do; dR = dF / (beta R).
 
     d_theta: of this tile, -sum_t dF (F - c) / beta dbeta/dtheta. Doubtful entries pass no dR: their dF goes to d_free.
-    d_biases (B tiles, 2 or 1, H width): of slim gates, of this tile, the gradients of lambda's bias and of g's.
+    d_biases (B tiles, 2 or 1, H width): of this tile, the gradients of lambda's bias and of g's.
     """
     head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(0)
@@ -328,7 +338,7 @@ def mix_backward_kernel(
         d_logit, d_u = through_gate(logit, u, d_u, inside, width, eps)
         d_logit = tl.where(inside, d_logit, 0.0)
         tl.store(d_outer + token * d_outer_row + head * width + column[None], d_logit, inside)
-        if RANK > 0:
+        if d_biases is not None:
             last = (batch * tl.num_programs(1) + tile) * (SHARED + 1) + SHARED
             at = d_biases + (last * heads + head) * width + column
             tl.store(at, tl.sum(d_logit, 0), column < width)
@@ -336,7 +346,7 @@ def mix_backward_kernel(
         if SHARED:
             d_logit = tl.where(inside, d_u * gap * lambda_ * (1 - lambda_), 0.0)
             tl.store(d_inner + token * d_inner_row + head * width + column[None], d_logit, inside)
-            if RANK > 0:
+            if d_biases is not None:
                 first = (batch * tl.num_programs(1) + tile) * (GATED + 1)
                 at = d_biases + (first * heads + head) * width + column
                 tl.store(at, tl.sum(d_logit, 0), column < width)

@@ -23,7 +23,7 @@ from torch import Tensor
 from fem.ops.common.backend import on
 from fem.ops.common.joined import Maps, joined
 from fem.ops.common.operator import operator
-from fem.ops.common.part_kernels import summed
+from fem.ops.common.part_kernels import sum_all
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as K
 from fem.ops.softmax.fused import fused_attention
@@ -129,7 +129,7 @@ def _mixed_forward(*inputs) -> list[Tensor]:
     q, k, v, *gates = form.parts(joint)
     (batch, time), sizes, kept = q.shape[:2], sizes_of(form, *q.shape[:2]), [joint]
     if form.rotary:
-        _rotate(q, k, q, k, cos, sin, 1, sizes)
+        _rotate(q, k, q, k, cos, sin, None, 1, sizes)
     both, f, beta, scheme = v, None, None, None
     if form.packs:
         both, f, beta, scheme = _launch_pack(v, _context(form, x), value_scale, theta, start, form, sizes)
@@ -186,12 +186,12 @@ class _Doubt(NamedTuple):
         tilted = beta.new_empty(sum(counts), form.free)
         return cls(exact, torch.empty_like(exact, dtype=q.dtype), tilted, *tilted.split_with_sizes(counts))
 
-    def d_theta(self, form: Form, dtype: torch.dtype) -> Float[Tensor, "hkv df"]:
-        """theta's gradient: the sum over all tiles, of queries and of values."""
+    def theta_parts(self, form: Form) -> Float[Tensor, "n hkv df"]:
+        """What all tiles give theta, of queries and of values."""
         if form.heads == form.kv_heads:
-            return summed(self.tilted.view(-1, form.kv_heads, form.free), dtype)
-        query_parts = self.query_parts.view(-1, form.kv_heads, form.heads // form.kv_heads, form.free).sum((0, 2))
-        return (query_parts + self.value_parts.view(-1, form.kv_heads, form.free).sum(0)).to(dtype)
+            return self.tilted.view(-1, form.kv_heads, form.free)
+        by_groups = self.query_parts.view(-1, form.kv_heads, form.heads // form.kv_heads, form.free).sum(2)
+        return torch.cat([by_groups, self.value_parts.view(-1, form.kv_heads, form.free)])
 
 
 @_on_its_device
@@ -212,43 +212,62 @@ def _mixed_backward(
     known = (q, k, f, lse, out, scheme, beta)
     doubtful = _Doubt.of(q, beta, form, sizes) if form.free else None
 
-    d_out, d_ups = grad.contiguous(), [None] * 2
+    d_bias, d_theta = (None if y is None else torch.empty_like(y) for y in (bias, theta))
+    keys, values = (form.heads + form.kv_heads) * form.key_width, form.kv_heads * form.width
+    to_keys, to_values, to_gates = (
+        [None] * 3 if bias is None else d_bias.split_with_sizes([keys, values, len(bias) - keys - values])
+    )
+    if form.rank:
+        biases = [up_bias for up_bias in ups[1::2] if up_bias is not None]
+        to_gates = joint.new_empty(len(biases), *biases[0].shape) if biases else None
+    sums = []  # of what tiles give a small gradient, as pairs of parts and their sum
+
+    def parts_of(total: Tensor | None, count: int) -> Float[Tensor, "n c"] | None:
+        if total is None or not total.numel():
+            return None
+        sums.append((lse.new_empty(count, total.numel()), total))
+        return sums[-1][0]
+
+    d_out, d_ups = grad.contiguous(), None
     if form.mixes:
+        gate_parts = parts_of(to_gates, math.prod(sizes.reads[1:]))
         d_out, d_ups = _through_gates(
-            d_out, known, flags, doubtful, o, joint, gates, ups, d_gates, form, scale, eps, sizes
+            d_out, known, flags, doubtful, o, joint, gates, ups, d_gates, gate_parts, form, scale, eps, sizes
         )
     d_q, d_k, d_both = fused_attention.kernel_attention_backward(
         d_out, q, k, both, out, lse, scale, form.causal, form.kernel
     )
-    raised = value_parts = d_theta = None
+    raised = theta_parts = d_eta = None
     if form.free:
-        value_parts = doubtful.value_parts
         raised = _through_doubt(d_q, d_k, to_v, known, flags, doubtful, form, scale, sizes)
-    d_eta = v.new_empty(v.shape) if form.context else None
+        theta_parts = doubtful.value_parts
+    if form.context:
+        d_eta = v.new_empty(v.shape)
     K.pack_backward_kernel[sizes.values](
-        d_both, v, h, value_scale, f, scheme, beta, raised, to_v, d_eta, value_parts, q.shape[1], _row_stride(v),
-        _row_stride(h), *_strides(f), _row_stride(to_v), **sizes.pack,
+        d_both, v, h, value_scale, f, scheme, beta, raised, to_v, d_eta, theta_parts,
+        parts_of(to_values, math.prod(sizes.values[1:])), q.shape[1], _row_stride(v), _row_stride(h), *_strides(f),
+        _row_stride(to_v), **sizes.pack,
     )  # fmt: skip
+    key_parts = parts_of(to_keys, sizes.turns[0] // (form.heads + form.kv_heads))
+    _rotate(d_q, d_k, to_q, to_k, cos, sin, key_parts, -1, sizes)
     if theta is not None:
-        d_theta = doubtful.d_theta(form, theta.dtype)
-    if form.rotary:
-        _rotate(d_q, d_k, to_q, to_k, cos, sin, -1, sizes)
-    else:
-        to_q.copy_(d_q)
-        to_k.copy_(d_k)
+        sums.append((doubtful.theta_parts(form), d_theta))
+    if sums:
+        sum_all(sums)
 
     del d_q, d_k, d_both, d_out, doubtful  # before dx is allocated
+    sums.clear()
     flat, features = d_joint.flatten(0, 1), x.flatten(0, 1)
     d_x, d_scale = flat @ weight, None
     if form.context:
         d_eta, columns = d_eta.flatten(2).flatten(0, 1), slice(-form.context, None)
         d_x[:, columns].addmm_(d_eta, value_scale)
         d_scale = d_eta.T @ features[:, columns]
-    return [d_x.view(x.shape), flat.T @ features, None if bias is None else flat.sum(0), d_scale, *d_ups, d_theta]
+    return [d_x.view(x.shape), flat.T @ features, d_bias, d_scale, d_ups, to_gates if form.rank else None, d_theta]
 
 
 def _through_gates(
-    grad, known, flags, doubtful: _Doubt | None, o, joint, gates, ups, d_gates, form: Form, scale, eps, sizes
+    grad, known, flags, doubtful: _Doubt | None, o, joint, gates, ups, d_gates, parts, form: Form, scale, eps, sizes
 ):
     """The gradient of [mean | R], and those of the second maps of slim gates; writes those of the gates' columns."""
     q, k, f, lse, out, scheme, beta = known
@@ -257,30 +276,27 @@ def _through_gates(
     targets = iter(slim if form.rank else [d for d in d_gates if d is not None])
     inputs = [out if gate is None else gate for gate in gates]
     outputs = [next(targets) if is_there else out for is_there in there]
-    exact = d_free = query_parts = d_biases = None
-    if form.rank:
-        parts = (q.shape[0] * sizes.tiles, sum(there), form.heads * form.width)
-        d_biases = torch.empty(parts, dtype=torch.float32, device=q.device)
+    exact = d_free = query_parts = None
     if doubtful is not None:
         exact, d_free, _, query_parts, _ = doubtful
         _settle(q, k, f, lse, out, scheme, beta, exact, flags, inputs, ups, o, scale, eps, form, sizes)
     d_out = torch.empty_like(out)
     K.mix_backward_kernel[sizes.reads](
-        grad, out, *inputs, *ups, scheme, beta, exact, flags, d_out, *outputs, d_biases, d_free, query_parts,
+        grad, out, *inputs, *ups, scheme, beta, exact, flags, d_out, *outputs, parts, d_free, query_parts,
         q.shape[1], eps, *map(_row_stride, (*inputs, *outputs)), **sizes.mix, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
-    return d_out, _through_second_maps(joint, gates, ups, slim, d_gates, d_biases) if form.rank else [None] * 2
+    return d_out, _through_second_maps(joint, gates, ups[::2], slim, d_gates) if form.rank else None
 
 
-def _through_second_maps(joint, gates, ups, d_logits, d_gates, d_biases) -> list[Tensor | None]:
-    """Write the gradients of what the first maps of slim gates gave; return those of the second maps and biases."""
-    ups, biases = ([up for up in one if up is not None] for one in (ups[::2], ups[1::2]))
-    d_ups, maps = joint.new_empty(len(ups), *ups[0].shape), zip(gates, d_gates)
-    for d, up, d_up, (z, d_z) in zip(d_logits, ups, d_ups, (pair for pair in maps if pair[0] is not None), strict=True):
+def _through_second_maps(joint, gates, ups, d_logits, d_gates) -> Float[Tensor, "g w r"]:
+    """Write the gradients of what the first maps of slim gates gave; return those of the second maps."""
+    ups, maps = [up for up in ups if up is not None], [pair for pair in zip(gates, d_gates) if pair[0] is not None]
+    d_ups = joint.new_empty(len(ups), *ups[0].shape)
+    for d, up, d_up, (z, d_z) in zip(d_logits, ups, d_ups, maps, strict=True):
         d = d.view(-1, len(up))
         torch.mm(d, up, out=d_z.flatten(0, 2))
         torch.mm(d.T, z.flatten(0, 2), out=d_up)
-    return [d_ups, summed(d_biases, joint.dtype) if biases else None]
+    return d_ups
 
 
 def _through_doubt(
@@ -312,9 +328,9 @@ def _strides(x: Tensor) -> tuple[int, int]:
     return x.stride(1), x.stride(2)
 
 
-def _rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, sign: int, sizes: Sizes):
+def _rotate(q, k, q_out, k_out, cos: Tensor | None, sin: Tensor | None, parts: Tensor | None, sign: int, sizes: Sizes):
     K.rotate_kernel[sizes.turns](
-        q, k, q_out, k_out, cos, sin, q.shape[0] * q.shape[1], q.shape[1],
+        q, k, q_out, k_out, cos, sin, parts, q.shape[0] * q.shape[1], q.shape[1],
         *map(_row_stride, (q, k, q_out, k_out)), q.shape[2], k.shape[2], SIGN=sign, **sizes.rotate,
     )  # fmt: skip
 
