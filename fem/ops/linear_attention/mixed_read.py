@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import on
 from fem.ops.common.joined import Biases, Maps, Weights, joined
+from fem.ops.common.modulation import modulate
 from fem.ops.common.part_kernels import summed
 from fem.ops.common.precision import fallbacks
 from fem.ops.common.token_kernels import launch_gate
@@ -130,7 +131,8 @@ class _MixedRead(torch.autograd.Function):
             rest = F.linear(x, weight[form.keys :], None if bias is None else bias[form.keys :])
             values, *gates, decay = form.parts(rest)
             if form.context:
-                values = torch.addcmul(values, values, _eta(form, x, scale))
+                raw, values = values, values.new_empty(values.shape)
+                modulate(raw, x[..., -form.context :], scale, values)
             v, f = form.pair(values)
             sizes = scan.Sizes.of(form.mean, form.free, form.key)
             beta = torch.empty(form.heads, form.free, dtype=torch.float32, device=x.device)
@@ -189,13 +191,14 @@ class _MixedRead(torch.autograd.Function):
             d_q, d_k = map(form.by_heads, d_keys.chunk(2, -1))
             launch_features(d_phi_q, d_phi_k, *items[:2], d_q, d_k, cos, sin, eps, backward=True)
             d_theta = summed(tilts.flatten(0, 1), theta.dtype) if slope else None
-        if form.context:
-            torch.addcmul(d_values, d_values, _eta(form, x, scale), out=to_values)
+            if form.context:
+                d_eta = torch.empty_like(values)
+                modulate(d_values, x[..., -form.context :], scale, to_values, raw, d_eta)
         del d_sums, d_items, d_phi_q, d_phi_k, d_read, d_mean, d_free, found  # before dx is allocated
         flat, features = d_joint.flatten(0, 1), x.flatten(0, 1)
         d_x, d_scale = flat @ weight, None
         if form.context:
-            d_eta, h = (d_values * raw).flatten(2).flatten(0, 1), slice(-form.context, None)
+            d_eta, h = d_eta.flatten(2).flatten(0, 1), slice(-form.context, None)
             d_x[:, h].addmm_(d_eta, scale)
             d_scale = d_eta.T @ features[:, h]
         d_maps = ctx.maps.gradients(flat.T @ features, flat.sum(0) if ctx.maps.biased else None)
@@ -209,11 +212,6 @@ def _features(form: Form, x, weight, bias, cos, sin, eps: float) -> list[Float[T
     phi = [torch.empty_like(y, memory_format=torch.contiguous_format) for y in (q, k)]
     launch_features(q, k, *phi, *phi, cos, sin, eps, backward=False)
     return phi
-
-
-def _eta(form: Form, x: Tensor, scale: Tensor) -> Float[Tensor, "b t h d"]:
-    """W_v h, of the conditioner's features h behind the layer's input."""
-    return form.by_heads(F.linear(x[..., -form.context :].flatten(0, 1), scale).view(*x.shape[:2], -1))
 
 
 def _split(form: Form) -> bool:

@@ -10,8 +10,8 @@ in every call, and a program ends at once where none of its flags is up.
 import triton
 import triton.language as tl
 
-from fem.ops.common.triton_math import logarithm, slope_of_beta, softplus
-from fem.ops.softmax.fused.elementwise_kernels import STEP, is_doubtful, load_scheme
+from fem.ops.common.triton_math import STEP, logarithm, slope_of_beta, softplus
+from fem.ops.softmax.fused.elementwise_kernels import is_doubtful, load_scheme
 
 
 @triton.jit

@@ -20,19 +20,17 @@ import triton
 import triton.language as tl
 
 from fem.ops.common.triton_math import (
-    INTERPRETED,
     LEAST_PROVEN,
     energy,
     exact_softplus,
     gate,
     level,
     lifted,
+    product,
     slope_of_beta,
     through_gate,
     turned,
 )
-
-STEP = tl.constexpr(16)  # inner columns of a product at a time: with 64 a thread holds half as many registers again
 
 
 @triton.jit
@@ -47,21 +45,6 @@ def load_scheme(scheme, beta, batch, head, heads, FREE: tl.constexpr, channel, t
     row = scheme + batch * 2 * channels + at
     shift = tl.load(row, there, other=0.0)
     return shift, tl.load(row + channels, there, other=1.0) > 0, tl.load(beta + at, there, other=1.0)
-
-
-@triton.jit
-def product(x, token, rows, x_row, weight, head, width: tl.constexpr, INNER: tl.constexpr, column):
-    """x W^T of a tile of tokens, for the columns of a head, from x (tokens, INNER) and W (H width, INNER)."""
-    total = tl.zeros((rows.shape[0], column.shape[0]), tl.float32)
-    for first in tl.static_range(0, INNER, STEP):
-        inner = first + tl.arange(0, STEP)
-        left = tl.load(x + token * x_row + inner[None], rows[:, None] & (inner < INNER)[None], other=0.0)
-        right = weight + (head * width + column)[None] * INNER + inner[:, None]
-        right = tl.load(right, (column < width)[None] & (inner < INNER)[:, None], other=0.0)
-        if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16
-            left, right = left.to(tl.float32), right.to(tl.float32)
-        total = tl.dot(left, right, total, input_precision="ieee")
-    return total
 
 
 @triton.jit
