@@ -48,8 +48,8 @@ def mixed_read(
 ) -> Float[Tensor, "b t h d"]:
     """o of a whole sequence of 16-bit numbers, differentiable once. cos and sin are float32.
 
-    weights, biases: of the maps of x, in the order of the product's columns; a bias of None is 0. value_scale: W_v.
-    inner_up to outer_bias: the second maps of slim gates. theta: of beta, which is 1 without one.
+    weights, biases: of the maps of x, in the order of the product's columns; a bias of None is 0, as those of slim
+    gates' first maps are. value_scale: W_v. inner_up to outer_bias: the second maps. theta: of beta, 1 without one.
     Raises RuntimeError where its gradient is to be differentiated.
     """
     tensors = value_scale, inner_up, inner_bias, outer_up, outer_bias, theta, cos, sin
@@ -217,12 +217,13 @@ def _mixed_backward(
     to_keys, to_values, to_gates = (
         [None] * 3 if bias is None else d_bias.split_with_sizes([keys, values, len(bias) - keys - values])
     )
-    if form.rank:
-        biases = [up_bias for up_bias in ups[1::2] if up_bias is not None]
-        to_gates = joint.new_empty(len(biases), *biases[0].shape) if biases else None
-    sums = []  # of what tiles give a small gradient, as pairs of parts and their sum
+    if form.rank:  # whose biases are those of the second maps
+        there, biased = sum(gate is not None for gate in gates), ups[1] is not None or ups[3] is not None
+        to_gates = joint.new_empty(there, form.heads * form.width) if biased else None
+    sums = []  # what tiles give small gradients, and these
 
     def parts_of(total: Tensor | None, count: int) -> Float[Tensor, "n c"] | None:
+        """For as many tiles as there are; None where nothing is summed."""
         if total is None or not total.numel():
             return None
         sums.append((lse.new_empty(count, total.numel()), total))
