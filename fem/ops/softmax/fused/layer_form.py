@@ -140,3 +140,13 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
 def rows_of_tile(form: Form) -> int:
     """Tokens of a tile."""
     return max(LEAST if form.rank else 1, TILE_NUMBERS // triton.next_power_of_2(form.width))
+
+
+def row_stride(x: Tensor) -> int:
+    """Numbers from one token of (B, T, H, d) to the next, of rows that lie one after another."""
+    return x.stride(1)
+
+
+def strides(x: Tensor) -> tuple[int, int]:
+    """The same, and numbers from one head to the next."""
+    return x.stride(1), x.stride(2)

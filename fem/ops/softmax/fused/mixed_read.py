@@ -13,21 +13,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import on
 from fem.ops.common.joined import Maps, joined
 from fem.ops.common.operator import operator
 from fem.ops.common.part_kernels import sum_all
-from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as K
 from fem.ops.softmax.fused import fused_attention
-from fem.ops.softmax.fused.layer_form import SPANS, Form, Options, Sizes, rows_of_tile, sizes_of
+from fem.ops.softmax.fused.doubt import Doubt, settle, through_doubt
+from fem.ops.softmax.fused.layer_form import Form, Options, Sizes, row_stride, rows_of_tile, sizes_of, strides
 
 BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
 
@@ -132,7 +131,8 @@ def _mixed_forward(*inputs) -> list[Tensor]:
         _rotate(q, k, q, k, cos, sin, None, 1, sizes)
     both, f, beta, scheme = v, None, None, None
     if form.packs:
-        both, f, beta, scheme = _launch_pack(v, _context(form, x), value_scale, theta, start, form, sizes)
+        h = x[..., x.shape[2] - form.context :]
+        both, f, beta, scheme = _launch_pack(v, h, value_scale, theta, start, form, sizes)
         kept += [both, f] if form.apart else [both]
     out, lse = fused_attention.kernel_attention(q, k, both, scale, form.causal, form.kernel)
     if not form.mixes:
@@ -141,17 +141,12 @@ def _mixed_forward(*inputs) -> list[Tensor]:
     o = out.new_empty(*q.shape[:3], form.width)
     flags = torch.empty(batch, form.heads, sizes.tiles, dtype=torch.int32, device=o.device)
     K.mix_kernel[sizes.reads](
-        out, *gates, *ups, scheme, beta, o, flags, time, eps, *map(_row_stride, gates), **sizes.mix
+        out, *gates, *ups, scheme, beta, o, flags, time, eps, *map(row_stride, gates), **sizes.mix
     )
     if not form.free:
         return [o, *kept, out, lse]
-    _settle(q, k, f, lse, out, scheme, beta, o, flags, gates, ups, o, scale, eps, form, sizes)
+    settle(q, k, f, lse, out, scheme, beta, o, flags, gates, ups, o, scale, eps, form, sizes)
     return [o, *kept, beta, scheme, flags, out, lse]
-
-
-def _context(form: Form, x: Tensor) -> Float[Tensor, "b t c"]:
-    """The conditioner's features h, behind the layer's input."""
-    return x[..., x.shape[2] - form.context :]
 
 
 def _free_values(form: Form, v: Tensor, both: Tensor, apart: Tensor | None) -> Float[Tensor, "b t h df"]:
@@ -159,39 +154,6 @@ def _free_values(form: Form, v: Tensor, both: Tensor, apart: Tensor | None) -> F
     if form.context:
         return both[..., : form.free] if form.shared else apart
     return v[..., form.width - form.free :]
-
-
-def _settle(q, k, f, lse, out, scheme, beta, exact, flags, gates, ups, o, scale, eps, form: Form, sizes: Sizes):
-    """Compute the doubtful free energies: write them to `exact`, or where that is o, mixed and gated, to o."""
-    doubt.doubtful_rows_kernel[sizes.spans](
-        q, k, f, lse, out, scheme, beta, exact, flags, *gates, *ups, o, q.shape[1], sizes.tiles, scale, eps,
-        *map(_row_stride, (q, k)), *_strides(f), *map(_row_stride, gates), **sizes.doubt, SHARED=form.shared,
-        GATED=form.gated, MIXED=exact is o, RANK=form.rank, COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
-    )  # fmt: skip
-
-
-class _Doubt(NamedTuple):
-    """What the gradient of a free energy needs of its entries that R does not prove, and what tiles give theta."""
-
-    exact: Float[Tensor, "b t h df"]  # float32: bfloat16 would lose what theta's gradient is made of
-    d_free: Float[Tensor, "b t h df"]
-    tilted: Float[Tensor, "n df"]
-    query_parts: Float[Tensor, "nq df"]  # parts of tilted
-    value_parts: Float[Tensor, "nv df"]
-
-    @classmethod
-    def of(cls, q: Tensor, beta: Tensor, form: Form, sizes: Sizes) -> _Doubt:
-        exact = torch.empty(*q.shape[:3], form.free, dtype=torch.float32, device=q.device)
-        counts = [math.prod(grid) for grid in (sizes.reads, sizes.values)]
-        tilted = beta.new_empty(sum(counts), form.free)
-        return cls(exact, torch.empty_like(exact, dtype=q.dtype), tilted, *tilted.split_with_sizes(counts))
-
-    def theta_parts(self, form: Form) -> Float[Tensor, "n hkv df"]:
-        """What all tiles give theta, of queries and of values."""
-        if form.heads == form.kv_heads:
-            return self.tilted.view(-1, form.kv_heads, form.free)
-        by_groups = self.query_parts.view(-1, form.kv_heads, form.heads // form.kv_heads, form.free).sum(2)
-        return torch.cat([by_groups, self.value_parts.view(-1, form.kv_heads, form.free)])
 
 
 @_on_its_device
@@ -208,9 +170,9 @@ def _mixed_backward(
     both = rest.pop(0) if form.packs else v
     f = _free_values(form, v, both, rest.pop(0) if form.apart else None)
     beta, scheme, flags, out = rest if form.free else (None, None, None, rest[0] if form.mixes else o)
-    sizes, h = sizes_of(form, *q.shape[:2]), _context(form, x)
+    sizes, h = sizes_of(form, *q.shape[:2]), x[..., x.shape[2] - form.context :]
     known = (q, k, f, lse, out, scheme, beta)
-    doubtful = _Doubt.of(q, beta, form, sizes) if form.free else None
+    doubtful = Doubt.of(q, beta, form, sizes) if form.free else None
 
     d_bias, d_theta = (None if y is None else torch.empty_like(y) for y in (bias, theta))
     keys, values = (form.heads + form.kv_heads) * form.key_width, form.kv_heads * form.width
@@ -240,14 +202,14 @@ def _mixed_backward(
     )
     raised = theta_parts = d_eta = None
     if form.free:
-        raised = _through_doubt(d_q, d_k, to_v, known, flags, doubtful, form, scale, sizes)
+        raised = through_doubt(d_q, d_k, to_v, known, flags, doubtful, form, scale, sizes)
         theta_parts = doubtful.value_parts
     if form.context:
         d_eta = v.new_empty(v.shape)
     K.pack_backward_kernel[sizes.values](
         d_both, v, h, value_scale, f, scheme, beta, raised, to_v, d_eta, theta_parts,
-        parts_of(to_values, math.prod(sizes.values[1:])), q.shape[1], _row_stride(v), _row_stride(h), *_strides(f),
-        _row_stride(to_v), **sizes.pack,
+        parts_of(to_values, math.prod(sizes.values[1:])), q.shape[1], row_stride(v), row_stride(h), *strides(f),
+        row_stride(to_v), **sizes.pack,
     )  # fmt: skip
     key_parts = parts_of(to_keys, sizes.turns[0] // (form.heads + form.kv_heads))
     _rotate(d_q, d_k, to_q, to_k, cos, sin, key_parts, -1, sizes)
@@ -261,14 +223,14 @@ def _mixed_backward(
     flat, features = d_joint.flatten(0, 1), x.flatten(0, 1)
     d_x, d_scale = flat @ weight, None
     if form.context:
-        d_eta, columns = d_eta.flatten(2).flatten(0, 1), slice(-form.context, None)
-        d_x[:, columns].addmm_(d_eta, value_scale)
-        d_scale = d_eta.T @ features[:, columns]
+        d_eta = d_eta.flatten(2).flatten(0, 1)
+        d_x[:, -form.context :].addmm_(d_eta, value_scale)
+        d_scale = d_eta.T @ features[:, -form.context :]
     return [d_x.view(x.shape), flat.T @ features, d_bias, d_scale, d_ups, to_gates if form.rank else None, d_theta]
 
 
 def _through_gates(
-    grad, known, flags, doubtful: _Doubt | None, o, joint, gates, ups, d_gates, parts, form: Form, scale, eps, sizes
+    grad, known, flags, doubtful: Doubt | None, o, joint, gates, ups, d_gates, parts, form: Form, scale, eps, sizes
 ):
     """The gradient of [mean | R], and those of the second maps of slim gates; writes those of the gates' columns."""
     q, k, f, lse, out, scheme, beta = known
@@ -280,11 +242,11 @@ def _through_gates(
     exact = d_free = query_parts = None
     if doubtful is not None:
         exact, d_free, _, query_parts, _ = doubtful
-        _settle(q, k, f, lse, out, scheme, beta, exact, flags, inputs, ups, o, scale, eps, form, sizes)
+        settle(q, k, f, lse, out, scheme, beta, exact, flags, inputs, ups, o, scale, eps, form, sizes)
     d_out = torch.empty_like(out)
     K.mix_backward_kernel[sizes.reads](
         grad, out, *inputs, *ups, scheme, beta, exact, flags, d_out, *outputs, parts, d_free, query_parts,
-        q.shape[1], eps, *map(_row_stride, (*inputs, *outputs)), **sizes.mix, num_warps=BACKWARD_WARPS,
+        q.shape[1], eps, *map(row_stride, (*inputs, *outputs)), **sizes.mix, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     return d_out, _through_second_maps(joint, gates, ups[::2], slim, d_gates) if form.rank else None
 
@@ -300,39 +262,10 @@ def _through_second_maps(joint, gates, ups, d_logits, d_gates) -> Float[Tensor, 
     return d_ups
 
 
-def _through_doubt(
-    d_q, d_k, d_v, known, flags, doubtful: _Doubt, form: Form, scale: float, sizes: Sizes
-) -> Int[Tensor, "b hkv"]:
-    """Add to d_q and d_k what goes through doubtful entries, and where that is raised write it to d_v's f."""
-    (q, k, f, *_), d_f = known, d_v[..., form.width - form.free :]
-    batch, time = q.shape[:2]
-    exact, d_free, _, query_parts, _ = doubtful
-    inputs, rows = (*known, exact, flags, d_free), (*map(_row_stride, (q, k)), *_strides(f))
-    raised = flags.new_empty(batch, form.kv_heads)
-    doubt.doubtful_queries_backward_kernel[sizes.spans](
-        *inputs, d_q, query_parts, time, sizes.tiles, scale, *rows, _row_stride(d_q), **sizes.doubt, FLAGS=sizes.flags
-    )
-    doubt.doubtful_keys_backward_kernel[(form.kv_heads, SPANS, batch)](
-        *inputs, d_k, d_f, raised, time, sizes.tiles, scale, *rows, _row_stride(d_k), *_strides(d_f), **sizes.doubt,
-        FLAGS=sizes.group_flags,
-    )  # fmt: skip
-    return raised
-
-
-def _row_stride(x: Tensor) -> int:
-    """Numbers from one token of (B, T, H, d) to the next, of rows that lie one after another."""
-    return x.stride(1)
-
-
-def _strides(x: Tensor) -> tuple[int, int]:
-    """The same, and numbers from one head to the next."""
-    return x.stride(1), x.stride(2)
-
-
 def _rotate(q, k, q_out, k_out, cos: Tensor | None, sin: Tensor | None, parts: Tensor | None, sign: int, sizes: Sizes):
     K.rotate_kernel[sizes.turns](
         q, k, q_out, k_out, cos, sin, parts, q.shape[0] * q.shape[1], q.shape[1],
-        *map(_row_stride, (q, k, q_out, k_out)), q.shape[2], k.shape[2], SIGN=sign, **sizes.rotate,
+        *map(row_stride, (q, k, q_out, k_out)), q.shape[2], k.shape[2], SIGN=sign, **sizes.rotate,
     )  # fmt: skip
 
 
@@ -346,13 +279,13 @@ def _launch_pack(
     beta = torch.empty(form.kv_heads, form.free, dtype=torch.float32, device=v.device)
     extremes, scheme = beta.new_empty(batch, sizes.parts[1], 2, channels), beta.new_empty(batch, 2, channels)
     K.extremes_kernel[sizes.parts](
-        v, h, scale, f, both, theta, beta, extremes, time, start, _row_stride(v), _row_stride(h), *_strides(f),
+        v, h, scale, f, both, theta, beta, extremes, time, start, row_stride(v), row_stride(h), *strides(f),
         **sizes.extremes,
     )  # fmt: skip
     if not form.free:
         return both, f, None, None
     K.pack_kernel[sizes.values](
-        v, f, extremes, beta, both, scheme, time, sizes.parts[1], _row_stride(v), *_strides(f), **sizes.pack,
+        v, f, extremes, beta, both, scheme, time, sizes.parts[1], row_stride(v), *strides(f), **sizes.pack,
         PARTS=sizes.most_parts,
     )  # fmt: skip
     return both, f, beta, scheme
