@@ -27,8 +27,8 @@ help:
 	@echo "make install   only install, into $(VENV)"
 
 $(STAMP): pyproject.toml research/pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.10 or newer, or call make PYTHON=/path/to/python3"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $$($(PYTHON) --version) is too old; Python 3.10 or newer is needed (make PYTHON=...)"; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or newer, or call make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version) is too old; the pinned versions need Python 3.11 or newer (make PYTHON=...)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "error: no venv module; on Debian: apt-get install python3-venv"; exit 1; }
 	@echo "installing into $(VENV): PyTorch first (about 200 MB), then the rest"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch

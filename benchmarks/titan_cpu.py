@@ -47,7 +47,7 @@ COUNTED = [  # form, GPUs, GPUs of a layer, GPUs of a row, blocks computed again
     *(("full", 2, 2, 1, False), ("slim", 8, 2, 1, True), ("split", 8, 2, 1, True), ("gla", 16, 4, 1, False)),
     *(("full", 2, 1, 2, False), ("slim", 8, 1, 4, True), ("split", 16, 2, 2, True), ("gla", 4, 1, 2, False)),
 ]
-VLLM = Path(".venv-vllm/bin/python")  # of `make test-vllm`; without it the page leaves the column blank
+VLLM = Path(".venv-vllm")  # of `make test-vllm`; without it the page leaves the column blank
 SERVED = ("", "_slim", "_split", "_gla")  # forms whose first checkpoint vLLM reads
 
 NOTE = """torchtitan 0.3.0 trains a model of 1.3M parameters (configurations `debug...` of `fem.train.titan`,
@@ -227,8 +227,8 @@ def compare(form: str, out: Path, plain: tuple, moved: tuple, serve: bool) -> di
         written = {"fem train": greedy(trained)}
         if (out / "tokens.json").exists():
             written["torchtitan"] = json.loads((out / "tokens.json").read_text())
-    if serve:
-        done = subprocess.run([VLLM, __file__, "vllm", folder], capture_output=True, text=True)
+    if serve and (VLLM / ".installed").exists():
+        done = subprocess.run([VLLM / "bin/python", __file__, "vllm", folder], capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
         written["vLLM"] = json.loads(lines[-1]) if lines else done.stderr[-2000:]
         print(written["vLLM"])
@@ -362,7 +362,7 @@ def main() -> None:
                 before = len((out / "steps.jsonl").read_text().splitlines()) if out.exists() else 0
                 titan(start, out, run, None if run == runs[-1] else 12)
             found = {"run": name, "seconds": round(time.monotonic() - seconds)}
-            found |= compare(form, out, *references[form], serve=first and form in SERVED and VLLM.exists())
+            found |= compare(form, out, *references[form], serve=first and form in SERVED)
             if before:
                 found["went on with step"] = json.loads((out / "steps.jsonl").read_text().splitlines()[before])[0]
             results.append(found)

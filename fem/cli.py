@@ -118,6 +118,8 @@ def main() -> None:
         sys.exit(_say(missing_package(error)))
     except (ValueError, TypeError, OSError, ImportError) as error:
         sys.exit(_say(str(error)))
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # while Python shuts down, exceptions are printed and dropped
 
 
 def _say(sentence: str) -> int:

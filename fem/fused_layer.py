@@ -77,7 +77,7 @@ _READS = {SoftmaxPrior: _softmax_reads, LinearPrior: _linear_reads, GatedLinearP
 def mixed(
     layer, call: Call, features: Float[Tensor, "b t f"]
 ) -> tuple[Float[Tensor, "b t h dv"], dict[str, Tensor] | None] | None:
-    """o = g ((1 - lambda) mean + lambda F), as `TwoLevelGate.mixed` of the prior's read, and the prior's memory after
+    """o = g ((1 - lambda) mean + lambda F), as `TwoLevelGate` of the prior's read, and the prior's memory after
     it, None where the call returns no state. Nothing where another form has to read the call.       (Eq. 4, 10, 11)
     """
     if not fits(layer, call):

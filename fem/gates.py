@@ -88,12 +88,7 @@ class TwoLevelGate(nn.Module):
             if gate is not None:
                 nn.init.normal_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight, std=1e-7)
 
-    def forward(self, features: Float[Tensor, "*t f"]) -> tuple[Tensor | None, Tensor | None]:
-        """lambda and g, (.., H, d_v) each, or (.., H, 1) of one number per head; None where the part is off."""
-        inner, outer = self._logits(features)
-        return self._lambda(inner), None if outer is None else self._gate(self._by_heads(outer))
-
-    def mixed(self, features: Float[Tensor, "*t f"], read: Read) -> Float[Tensor, "*t h d"]:
+    def forward(self, features: Float[Tensor, "*t f"], read: Read) -> Float[Tensor, "*t h d"]:
         """o = g ((1 - lambda) mean + lambda F).                                                          (Eq. 11)"""
         inner, outer = self._logits(features)
         if not self.per_head and by_kernels(*read, inner, outer, differentiable=True):
@@ -102,10 +97,15 @@ class TwoLevelGate(nn.Module):
             return gated(self._mixed, *read, inner, outer, self.config.free_share is not None, self.config.eps)
         return self._mixed(*read, inner, outer)
 
+    def factors(self, features: Float[Tensor, "*t f"]) -> tuple[Tensor | None, Tensor | None]:
+        """lambda and g, (.., H, d_v) each, or (.., H, 1) of one number per head; None where the part is off."""
+        inner, outer = self._logits(features)
+        return self._lambda(inner), None if outer is None else self._gate(self._by_heads(outer))
+
     def _mixed(
         self, mean: Tensor, free_energy: Tensor | None, inner: Tensor | None, outer: Tensor | None
     ) -> Float[Tensor, "*t h d"]:
-        """`mixed`, from the logits of lambda and g, by operations of PyTorch."""
+        """o, from the logits of lambda and g, by operations of PyTorch."""
         u = self.mix(Read(mean, free_energy), self._lambda(inner))
         if outer is None:
             return u

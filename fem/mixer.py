@@ -130,7 +130,7 @@ class FreeEnergyMixer(FreeEnergyLayer):
         beta = self.temperature(call.x)
         v, free_values = self.parts(self.modulated(call.x, features), beta)
         read, _ = self.prior(features, v, beta, tokens, None, free_values)
-        lambda_, gate = self.gate(features)
+        lambda_, gate = self.gate.factors(features)
         if free_values is not None:
             v = free_values if self.config.free_share is None else torch.cat([v, free_values], -1)
         selection = self.prior.selection(features, v, tokens)

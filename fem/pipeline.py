@@ -44,7 +44,7 @@ class FreeEnergyLayer(AsksNoDecay, nn.Module):
         beta = self.temperature(v)
         v, free_values = self.pair(v, beta)
         found, memory = read(v, beta, free_values)
-        return self.gate.mixed(features, found), memory
+        return self.gate(features, found), memory
 
     def projected(self, o: Float[Tensor, "b t h d"]) -> Float[Tensor, "b t e"]:
         """W_O o."""

@@ -88,7 +88,7 @@ class FreeEnergyCrossMixer(FreeEnergyLayer):
         q, k, v, options = self._read_of(x, memory, memory_mask)
         if 0 in (*x.shape[:2], memory.shape[1]):
             raise ValueError(f"inspect needs rows, queries and a memory, got {tuple(x.shape)}, {tuple(memory.shape)}.")
-        return softmax_tables(q, k, v, self.temperature(v), self.gate(x), **options)
+        return softmax_tables(q, k, v, self.temperature(v), self.gate.factors(x), **options)
 
     def _read_of(self, x: Tensor, memory: Tensor, memory_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, dict]:
         """q, k, v and the options of `softmax_read`."""

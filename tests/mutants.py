@@ -106,7 +106,7 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
     Mutant("what stands in masked elements reaches the gradients of a read across", "fem/pooling.py",
            "memory = tokens.zero_masked(memory)", "pass", "tests/layer/test_pooling.py"),
     Mutant("the tables of a read across are of another beta", "fem/pooling.py",
-           "self.temperature(v), self.gate(x)", "2 * self.temperature(v), self.gate(x)", "tests/layer/test_pooling.py"),
+           "self.temperature(v), self.gate", "2 * self.temperature(v), self.gate", "tests/layer/test_pooling.py"),
     Mutant("the sums of a cast state are rounded", "fem/state.py",
            "sums = torch.promote_types(target, torch.float32)", "sums = target", "tests/layer/test_states.py"),
     Mutant("beta starts at softplus(1)", "fem/gates.py",

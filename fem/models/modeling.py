@@ -37,7 +37,9 @@ from fem.models.engines.attention import EXACT, attend
 from fem.models.engines.inputs import KEPT, WRITTEN, documents_of, masks_of, positions_of, tokens_in, tokens_read_by
 from fem.models.engines.obstacles import attends, keeps_tokens, layer_type, obstacle, obstacle_to_pages
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
+from fem.models.peft import LORA
 from fem.ops.common.tokens import PLAIN, Tokens
+from fem.projection import Projection
 
 logger = logging.get_logger(__name__)
 
@@ -133,6 +135,19 @@ class FEMPreTrainedModel(PreTrainedModel):
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Copies no code beside the weights: the config says how a folder is opened."""
+
+    def post_init(self) -> None:
+        """In a model that is to be quantised, maps that LoRA adapts are nn.Linear itself: bitsandbytes takes no other.
+
+        Gates and conditioner stay in full precision.
+        """
+        if getattr(self.config, "quantization_config", None) is not None:
+            for path, part in list(self.named_modules()):
+                if type(part) is Projection and path.rpartition(".")[2] in LORA["target_modules"]:
+                    linear = nn.Linear(part.in_features, part.out_features, part.bias is not None, device="meta")
+                    linear.weight, linear.bias = part.weight, part.bias
+                    self.set_submodule(path, linear)
+        super().post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -140,6 +140,7 @@ def test_a_stopped_command_says_what_to_type(monkeypatch, capsys, command, said,
         import_module(f"fem_research.{command}.experiment"), "run", lambda *_: signal.raise_signal(sent)
     )
     assert fem(monkeypatch, command, "--seed", "3") == status
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # another one ends the shutdown without a traceback
     signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err.splitlines()[-1].endswith(said)
 

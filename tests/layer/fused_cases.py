@@ -151,6 +151,11 @@ def test_tokens_go_on_from_a_fused_prefill(name, monkeypatch):
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
 
 
+def test_parts_of_any_number_are_summed():
+    parts = torch.randn(130, 3, 7)
+    torch.testing.assert_close(part_kernels.summed(parts, torch.float32), parts.sum(0))
+
+
 @pytest.mark.parametrize("time", [2, 67])
 def test_sequences_of_any_length_over_several_tiles(time, monkeypatch):
     layer = build({}, width=40, heads=1)  # 16 tokens a tile

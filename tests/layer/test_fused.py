@@ -18,7 +18,7 @@ CASES = Path(__file__).with_name("fused_cases.py")
 
 @needs_triton
 def test_a_full_layer_reads_as_the_definition_does():
-    run_cases(CASES, "definition and full and not split")
+    run_cases(CASES, "(definition and full and not split) or parts")
 
 
 @needs_triton
@@ -108,6 +108,16 @@ def test_only_what_the_fused_form_computes_fits(there, case):
     if "return_state" in marks and layer.config.prior_type == "softmax":
         with torch.no_grad():
             assert fused_layer.fits(layer, opened)
+
+
+@needs_triton
+@pytest.mark.parametrize("said", ["fem.ops.linear_attention.kernel_read.miscompiled", "torch.compiler.is_compiling"])
+def test_a_scan_is_not_fused_in_a_graph_and_where_triton_miscompiles_it(there, monkeypatch, said):
+    layer = build(prior_type="linear")
+    opened = call(layer, torch.randn(2, 5, 16).bfloat16())
+    assert fused_layer.fits(layer, opened)
+    monkeypatch.setattr(said, lambda *device: True)
+    assert not fused_layer.fits(layer, opened)
 
 
 def test_a_cpu_takes_the_plain_way():

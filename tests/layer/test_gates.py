@@ -13,13 +13,13 @@ def test_the_gates_are_those_of_equations_10_and_11(gate_rank):
     config = FreeEnergyMixerConfig(n_embd=12, n_head=2, fem_dim=8, use_conv=False, gate_rank=gate_rank)
     gate = TwoLevelGate(config).double()
     x, mean, free_energy = (torch.randn(2, 5, *shape).double() for shape in ((12,), (2, 4), (2, 4)))
-    out = gate.mixed(3 * x, Read(mean, free_energy))
+    out = gate(3 * x, Read(mean, free_energy))
     inner, outer = (part(3 * x).unflatten(-1, (2, 4)) for part in (gate.inner, gate.outer))
     lambda_, g = 1 / (1 + torch.exp(-inner)), torch.log(1 + torch.exp(outer))
     g = g / torch.sqrt((g * g).sum(-1, keepdim=True) / 4 + config.eps)
     torch.testing.assert_close(out, g * ((1 - lambda_) * mean + lambda_ * free_energy))
     with torch.no_grad():  # inference takes another path than training
-        torch.testing.assert_close(gate.mixed(3 * x, Read(mean, free_energy)), out)
+        torch.testing.assert_close(gate(3 * x, Read(mean, free_energy)), out)
 
 
 def test_the_gradients_of_the_gates_by_hand_are_the_true_ones_of_first_and_second_order():
@@ -27,7 +27,7 @@ def test_the_gradients_of_the_gates_by_hand_are_the_true_ones_of_first_and_secon
     gate = TwoLevelGate(config).double()
     x, mean, free_energy = (3 * torch.randn(2, *shape, dtype=torch.double) for shape in ((6,), (2, 2), (2, 1)))
     inputs = [leaf.requires_grad_() for leaf in (x, mean, free_energy)]
-    mixed = lambda x, *read: gate.mixed(x, Read(*read))  # noqa: E731
+    mixed = lambda x, *read: gate(x, Read(*read))  # noqa: E731
     assert torch.autograd.gradcheck(mixed, inputs)
     assert torch.autograd.gradgradcheck(mixed, inputs)
     loss = mixed(*inputs).square().sum()
@@ -40,6 +40,6 @@ def test_a_kernel_is_asked_about_the_gates_own_parameters(monkeypatch):
     asked = []
     monkeypatch.setattr(gates, "by_kernels", lambda *tensors, differentiable: asked.extend(tensors))
     gate = TwoLevelGate(FreeEnergyMixerConfig(n_embd=12, n_head=2, fem_dim=8, use_conv=False))
-    out = gate.mixed(torch.randn(2, 5, 12), Read(*torch.randn(2, 2, 5, 2, 4)))
+    out = gate(torch.randn(2, 5, 12), Read(*torch.randn(2, 2, 5, 2, 4)))
     assert [x.requires_grad for x in asked] == [False, False, True, True]
     assert out.requires_grad

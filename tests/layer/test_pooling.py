@@ -67,7 +67,7 @@ def in_loops(layer, x, memory, keep):
     """o_t, one number at a time."""
     config, out = layer.config, torch.zeros(x.shape[0], x.shape[1], layer.config.fem_dim, dtype=x.dtype)
     d_k, d_v = config.key_width, config.value_width
-    factors = layer.gate(x)
+    factors = layer.gate.factors(x)
     lam, gate = (None if f is None else f.expand(*x.shape[:2], config.n_head, d_v) for f in factors)
     for b in range(x.shape[0]):
         seen = [i for i in range(memory.shape[1]) if keep[b, i]]

@@ -165,6 +165,18 @@ def test_dynamic_quantisation_leaves_no_projection_silently():
     assert any(type(module) is Projection for module in low.modules())
 
 
+def test_maps_that_lora_adapts_are_plain_linear_in_a_model_that_is_to_be_quantised():
+    model = lively(FEMForCausalLM(small_config()))
+    config = small_config()
+    config.quantization_config = {"load_in_4bit": True}
+    built = FEMForCausalLM(config)
+    built.load_state_dict(model.state_dict())
+    named = {type(part) for path, part in built.named_modules() if path.split(".")[-1] in LORA["target_modules"]}
+    assert named == {nn.Linear}  # bitsandbytes leaves subclasses as they are
+    assert type(built.model.layers[0].mixer.gate.inner) is Projection
+    torch.testing.assert_close(built.eval()(tokens(2, 11)).logits, model.eval()(tokens(2, 11)).logits)
+
+
 # --- surgery on whatever reads through transformers' attention functions
 
 

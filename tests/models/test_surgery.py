@@ -13,6 +13,7 @@ from itertools import cycle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fem
@@ -166,7 +167,7 @@ def test_every_new_parameter_has_a_gradient(build):
 
 def test_lambda_starts_small_and_the_gate_at_one():
     head = replace_attention(decoder("llama")).model.layers[0].self_attn.free_energy
-    lambda_, gate = head.gate(torch.randn(2, 5, 32))
+    lambda_, gate = head.gate.factors(torch.randn(2, 5, 32))
     assert lambda_.max() < 1e-4
     close(gate, torch.ones_like(gate), 1e-5)
 
@@ -198,6 +199,29 @@ def test_new_parameters_take_dtype_and_mode_of_the_original():
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert all(module.training for module in model.modules())
     assert model(tokens()).logits.isfinite().all()
+
+
+class EightBits(nn.Linear):
+    """A map that a library has quantised: the weight holds whole numbers, and only forward knows what they mean."""
+
+    def __init__(self, map_: nn.Linear):
+        super().__init__(map_.in_features, map_.out_features, bias=False)
+        self.step = map_.weight.detach().abs().amax() / 127
+        self.weight = nn.Parameter((map_.weight.detach() / self.step).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype) * self.step)
+
+
+def test_new_parameters_of_a_quantised_model_take_the_dtype_it_computes_in():
+    model = decoder("llama").double()
+    for layer in model.model.layers:
+        for name, map_ in list(layer.self_attn.named_children()):
+            setattr(layer.self_attn, name, EightBits(map_))
+    before = model(tokens()).logits
+    head = replace_attention(model).model.layers[0].self_attn.free_energy
+    assert {p.dtype for p in head.parameters()} == {torch.float64}
+    close(model(tokens()).logits, before)
 
 
 def test_gradient_checkpointing_changes_no_gradient():

@@ -12,7 +12,7 @@ CASES = Path(__file__).with_name("scan_cases.py")
 
 @needs_triton
 def test_linear_attention_is_read_as_the_definition_says():
-    run_cases(CASES, "linear and ((definition and 17) or cannot_prove or bfloat16_values)")
+    run_cases(CASES, "features or (linear and ((definition and 17) or cannot_prove or bfloat16_values))")
 
 
 @needs_triton

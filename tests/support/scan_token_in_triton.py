@@ -9,6 +9,7 @@ import sys
 
 import interpreted  # noqa: F401  (before any kernel)
 import torch
+import torch.nn.functional as F
 from layers import FAMILIES, SPLIT, make_layer, tokens
 from reads import KEYED, by_definition, documents_of, make, relative
 
@@ -114,6 +115,13 @@ def of_16_bits() -> float:
     return max(relative(*pair) for pair in pairs)
 
 
+def of_numbers() -> float:
+    """Logarithms of an SSM's numbers, of logits so low that softplus(.) itself is next to nothing, too."""
+    logits, a = torch.linspace(-90, 30, 24).view(2, 1, 3, 4), torch.randn(3, 4, 5)
+    _, logs = ssm_token.ssm_numbers(logits, a, *torch.randn(2, 2, 1, 5), a[..., 0])
+    return relative(logs[0], F.softplus(logits.double()).log())
+
+
 if __name__ == "__main__":
     for module in (chunked, ssm_read, mix_channels, mamba, linear_attention, precision):
         module.by_kernels = by_kernels
@@ -131,5 +139,6 @@ if __name__ == "__main__":
         for name, fields in layers.items():
             errors[f"layer of {name}"] = of_layer(**fields)
     errors["one token: bfloat16"] = of_16_bits()
+    errors["logarithms of an SSM's numbers"] = of_numbers()
     assert set(taken) == KERNELS.keys()
     print(json.dumps(errors))

@@ -110,7 +110,7 @@ def of_gates(fields: dict) -> float:
     leaves = [x.requires_grad_() for x in (*read, *gate.parameters()) if x is not None]
     logits = [None if part is None else part(x) for part in (gate.inner, gate.outer)]
     results = []
-    for o in (gated(gate._mixed, *read, *logits, split, config.eps), gate.mixed(x, read)):
+    for o in (gated(gate._mixed, *read, *logits, split, config.eps), gate(x, read)):
         loss = o.pow(3).sum() / 1e3
         known = [
             torch.autograd.grad(loss, leaves, create_graph=more, retain_graph=True, materialize_grads=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from types import ModuleType
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
@@ -14,6 +15,7 @@ from fem.models.surgery.head import LAMBDA_INIT, FreeEnergyHead
 from fem.models.surgery.site import CrossAttention, Refused, Site
 from fem.prior_table import PRIORS, ROTARY
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # float8 holds weights, but computes nothing
 DECIDED = (
     *("n_embd", "n_head", "n_kv_head", "fem_dim", "fem_ratio", "qk_dim", "p_t_to_fem_ratio", "causal", "window"),
     *("bias", "dropout", "use_rope", "rope_theta", *ROTARY, "normalize", "mamba_normalize", "decay", "ssm_rank"),
@@ -35,7 +37,10 @@ def apply(
         if reasons := disagreements(model, compare):
             raise ValueError(f"{type(model).__name__} cannot be replaced: {'; '.join(reasons)}.")
     build = _head if preserve else _mixer
-    parts = {path: build(site, prior_type, config).train(site.module.training) for path, site in sites.items()}
+    parts = {
+        path: build(site, prior_type, config).to(_home(site.weight, model)).train(site.module.training)
+        for path, site in sites.items()
+    }
     for path, site in sites.items():
         module = site.graft(parts[path]) if preserve else site.swap(parts[path])
         if path:
@@ -75,7 +80,7 @@ def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
         )
     start = {"use_conv": False}
     start |= {"lambda_init": LAMBDA_INIT} if config.get("use_temperature", True) else {"use_lse": False}
-    return FreeEnergyHead(FreeEnergyMixerConfig(**site.fields | site.widths | start | config), site.weight)
+    return FreeEnergyHead(FreeEnergyMixerConfig(**site.fields | site.widths | start | config))
 
 
 def _mixer(site: Site, prior_type: str, config: dict) -> FreeEnergyMixer:
@@ -95,7 +100,15 @@ def _mixer(site: Site, prior_type: str, config: dict) -> FreeEnergyMixer:
     turned = "rope_theta" in getattr(PRIORS.get(prior_type), "uses", ()) and fields.get("use_rope", True)
     if "rope_theta" not in config and (not turned or fields.get("rope_frequencies") is not None):
         fields.pop("rope_theta", None)  # the original's, which nothing would read
-    return FreeEnergyMixer(FreeEnergyMixerConfig.matched(prior_type=prior_type, **fields)).to(site.weight)
+    return FreeEnergyMixer(FreeEnergyMixerConfig.matched(prior_type=prior_type, **fields))
+
+
+def _home(weight: Tensor, model: nn.Module) -> Tensor:
+    """A tensor whose device and dtype new parameters take: the weight; where that is quantised, others' dtype."""
+    if weight.dtype in FLOATS:
+        return weight
+    dtypes = (parameter.dtype for parameter in model.parameters() if parameter.dtype in FLOATS)
+    return torch.empty((), dtype=next(dtypes, None), device=weight.device)
 
 
 def _chosen(model: nn.Module, layers: list[int] | None, before: int | None) -> dict[str, Site]:

@@ -24,17 +24,16 @@ class FreeEnergyHead(nn.Module):
 
     W_lambda and W_g start at almost 0, so at the start lambda = sigmoid(lambda_init) and g = 1 for every token, and
     o = mean up to lambda (F - mean). features (B, T_q, D) feed the gates; q (B, T_q, H, d_k), k, v (B, T, H_kv, .);
-    the result is (B, T_q, H, d_v). The parameters are created like the tensor `like`.
+    the result is (B, T_q, H, d_v).
     """
 
-    def __init__(self, config: FreeEnergyMixerConfig, like: Tensor):
+    def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__()
         self.backend = config.backend
         self.value_width = config.kv_heads * config.value_width
         self.beta = Temperature(config, (config.kv_heads, config.value_width)) if config.use_temperature else None
         self.gate = TwoLevelGate(config)
         self.gate.ignore_features()
-        self.to(like)
 
     def temperature_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of lambda and beta. Their gradients are as small as lambda (sigmoid'): let them learn 30 times
@@ -56,13 +55,13 @@ class FreeEnergyHead(nn.Module):
     ) -> Float[Tensor, "b tq h dv"]:
         beta = None if self.beta is None else self.beta()
         read = softmax_read(q, k, v, beta, causal=causal, scale=scale, bias=bias, backend=self.backend)
-        return self.gate.mixed(features, read)
+        return self.gate(features, read)
 
     def inspect(self, features, q, k, v, bias, causal: bool, scale: float | None) -> Reading:
         """Tables of what `forward` reads: O(T) reads and O(T^2) memory per channel, so only for small T."""
         beta = None if self.beta is None else self.beta()
         options = {"causal": causal, "scale": scale, "bias": bias, "backend": self.backend}
-        return softmax_tables(q, k, v, beta, self.gate(features), **options)
+        return softmax_tables(q, k, v, beta, self.gate.factors(features), **options)
 
 
 def as_bias(allowed: Bool[Tensor, "..."] | Float[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:

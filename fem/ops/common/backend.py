@@ -5,7 +5,7 @@ Our operators have a hand-written first derivative only. Where more is asked, of
 derivatives, a read takes a form of plain differentiable steps instead, which PyTorch can transform in any way, at more
 time and memory.
 
-Private parts of PyTorch: `_C._functorch.maybe_current_level` and `autograd.forward_ad._current_level`, of 2.11 to 2.14,
+Private parts of PyTorch: `_C._functorch.maybe_current_level` and `autograd.forward_ad._current_level`, of 2.11 to 2.15,
 which may go when PyTorch says in public whether a transform runs; `compiler._is_exporting_flag`, of 2.11, which may go
 when that is no longer supported.
 """

@@ -1,6 +1,6 @@
 """Operators of the library: how they are declared to PyTorch, and how gradients are taken inside of them and twice.
 
-Private parts of PyTorch, of 2.11 to 2.14: `_inductor.config`, which is read and never written, and which may go when
+Private parts of PyTorch, of 2.11 to 2.15: `_inductor.config`, which is read and never written, and which may go when
 inductor keeps the pieces of a concatenation that lie in another part of a graph than the rest;
 `_C._dispatch_tls_is_dispatch_key_excluded` and its setter, which may go when an operator of `torch.library` may
 differentiate what it computes.

@@ -1,6 +1,6 @@
 """A recurrence step by step: in a loop, which PyTorch can transform in any way, or by the scan of `torch.export`.
 
-Private part of PyTorch: `_higher_order_ops.scan`, of 2.11 to 2.14. It may go when that is public.
+Private part of PyTorch: `_higher_order_ops.scan`, of 2.11 to 2.15. It may go when that is public.
 """
 
 from __future__ import annotations

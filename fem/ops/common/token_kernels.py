@@ -119,7 +119,7 @@ def gated(
     split: bool,
     eps: float,
 ) -> Float[Tensor, "*t h d"]:
-    """`TwoLevelGate.mixed` of a read and the gates' logits, in the dtype of the read.
+    """`TwoLevelGate` of a read and the gates' logits, in the dtype of the read.
 
     plain(mean, free, inner, outer): the same, differentiable any number of times.
     """

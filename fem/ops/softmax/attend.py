@@ -4,7 +4,7 @@ By torch's flash attention on a CPU where causality and masked keys are all that
 width, so that keys padded to wider values would up to double its work. Elsewhere some heads at a time by blocks of
 queries against the keys that any of them sees, whose scores stay in the cache: those of all pairs are never held.
 
-Private parts of PyTorch: `aten::_scaled_dot_product_flash_attention_for_cpu` and its backward, of 2.11 to 2.14. They
+Private parts of PyTorch: `aten::_scaled_dot_product_flash_attention_for_cpu` and its backward, of 2.11 to 2.15. They
 may go when a public attention of PyTorch on a CPU returns its log sum of exponentials and takes a gradient of its own.
 """
 

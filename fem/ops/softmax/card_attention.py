@@ -1,6 +1,6 @@
 """Attention on a card by torch's fused kernels, never by the form of T x T scores, and functions compiled there.
 
-Private parts of PyTorch: `_dynamo.config.patch` and `_dynamo.maybe_mark_dynamic`, of 2.11 to 2.14. They may go when
+Private parts of PyTorch: `_dynamo.config.patch` and `_dynamo.maybe_mark_dynamic`, of 2.11 to 2.15. They may go when
 2.14 is the oldest supported, whose `torch.compile` takes a limit of recompilations and dimensions that may vary.
 """
 

@@ -99,7 +99,7 @@ class Reader(nn.Module):
         last = values[:, -1:]
         q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in (self.query(last), self.key(values), values))
         read = softmax_read(q, k, v, None if self.beta is None else self.beta())
-        return self.gate.mixed(last, read).flatten(1)
+        return self.gate(last, read).flatten(1)
 
 
 def train(recipe: ArgmaxRecipe, free_energy: bool, device: torch.device) -> Iterator[Score]:

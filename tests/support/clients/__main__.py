@@ -33,6 +33,7 @@ def main(folder: Path, wanted: list[str]) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
+    sys.modules["fla"] = None  # whose kernels transformers takes where they are installed, on a CPU too
     record = folder / "clients.json"
     known = json.loads(record.read_text(encoding="utf-8")) if wanted and record.exists() else {"model_types": []}
     findings = {row["model_type"]: Finding(**row) for row in known["model_types"]}

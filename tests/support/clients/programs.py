@@ -81,6 +81,19 @@ def _(folder: Path) -> str:
     return f"{sum(p.numel() for p in model.parameters() if p.requires_grad):,} trained parameters"
 
 
+@client("bitsandbytes", "`BitsAndBytesConfig(load_in_8bit=True)`, with LoRA")
+def _(folder: Path) -> str:
+    import peft
+
+    quantised = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantised)
+    maps = sum(type(module).__name__ == "Linear8bitLt" for module in model.modules())
+    off = (model(ids()).logits - small()(ids()).logits).abs().max().item()
+    model = peft.get_peft_model(peft.prepare_model_for_kbit_training(model), peft.LoraConfig(**LORA))
+    model(input_ids=ids(), labels=ids()).loss.backward()
+    return f"{maps} maps in 8 bits, logits off by {off:.0e}"
+
+
 @client("trl", "SFTTrainer on a path, packed without padding")
 def _(folder: Path) -> str:
     import trl

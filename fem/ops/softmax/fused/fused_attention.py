@@ -1,6 +1,6 @@
 """torch's fused attention and its gradient, called apart: the backward here adds to theirs before it goes on.
 
-Private parts of PyTorch: `aten::_scaled_dot_product_{cudnn,flash}_attention` and their backward, of 2.11 to 2.14. They
+Private parts of PyTorch: `aten::_scaled_dot_product_{cudnn,flash}_attention` and their backward, of 2.11 to 2.15. They
 may go when a public attention of PyTorch returns its log sum of exponentials and takes a gradient of its own.
 """
 
