@@ -36,6 +36,8 @@ def fits(layer, call: Call) -> bool:
     scale = [] if layer.value_scale is None else [layer.value_scale]
     if not all(map(plain_map, [*_first_maps(layer), *scale, *(gate.up for gate in slim)])):
         return False
+    if any(gate.down.bias is not None for gate in slim):
+        return False
     beta = [] if layer.beta is None else [layer.beta]
     return plain_tensors(*(b.theta for b in beta)) and not any(map(watched, [layer.prior, layer.gate, *slim, *beta]))
 

@@ -115,7 +115,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(name, monkeypatch):
 
 
 @pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("name", ["full", "slim", "split", "grouped heads", "gla"])
+@pytest.mark.parametrize("name", ["full", "slim, grouped, conditioner", "split", "split, conditioner", "gla"])
 def test_values_of_any_span_are_read_exactly(name, values, monkeypatch):
     layer = build(LAYERS[name])
     spread(layer, *VALUES[values])
@@ -306,19 +306,18 @@ class Nothing:
         return lambda *arguments, **sizes: None
 
 
-KERNELS = {  # and a layer that needs it
-    **{name: (doubt, "grouped heads") for name in vars(doubt) if name.startswith("doubtful_")},
-    **dict.fromkeys(("rotate_kernel", "pack_backward_kernel", "mix_backward_kernel"), (kernels, "grouped heads")),
-    **dict.fromkeys(("modulate_kernel", "modulate_backward_kernel"), (kernels, "slim, grouped, conditioner")),
-    "join_maps_kernel": (joined, "slim, grouped, conditioner"),
-    "sum_parts_kernel": (part_kernels, "slim, grouped, conditioner"),
+KERNELS = {  # and where they stand
+    **{name: doubt for name in vars(doubt) if name.startswith("doubtful_")},
+    **{name: kernels for name in vars(kernels) if name.endswith("_kernel")},
+    "join_maps_kernel": joined,
+    "sum_parts_kernel": part_kernels,
 }
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_kernel_is_idle_where_values_spike(name, monkeypatch):
     """Without it the errors are larger than the tests above allow."""
-    module, layer = KERNELS[name][0], build(LAYERS[KERNELS[name][1]])
+    module, layer = KERNELS[name], build(LAYERS["slim, grouped, conditioner"])
     spread(layer, 1.0, 200.0)
     fused_on_cpu.install(monkeypatch)
     monkeypatch.setattr(module, name, Nothing())

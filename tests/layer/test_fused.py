@@ -62,6 +62,12 @@ def adapted(**fields):
     return layer
 
 
+def biased():
+    layer = build(gate_rank=4)
+    layer.gate.inner.down = torch.nn.Linear(16, 4, dtype=torch.bfloat16)
+    return layer
+
+
 ONES = torch.ones(2, 5)
 FITS = {  # the layer, what the call says, and whether the fused form reads it
     "a plain call in bfloat16": (build, {}, True),
@@ -74,6 +80,7 @@ FITS = {  # the layer, what the call says, and whether the fused form reads it
     "a hook": (hooked, {}, False),
     "a hook on the gates": (lambda: hooked("gate"), {}, False),
     "an adapter": (adapted, {}, False),
+    "a bias in the first map of a slim gate": (biased, {}, False),
     "a window": (lambda: build(window=4), {}, False),
     "another backend": (lambda: build(backend="plain"), {}, False),
     "a gate per head": (lambda: build(gate_rank=0), {}, False),

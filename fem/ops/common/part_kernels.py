@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -12,20 +14,31 @@ ROWS, COLUMNS = 64, 16  # 8 numbers for each of 128 threads: narrow, so that a c
 
 
 @triton.jit
-def sum_parts_kernel(parts, total, count, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """total_j = sum_i parts_ij of COLUMNS columns, in float32."""
-    row, column = tl.arange(0, ROWS)[:, None].to(tl.int64), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, count, ROWS):
-        there = (first + row < count) & (column < columns)[None]
-        sums += tl.load(parts + (first + row) * columns + column[None], there, other=0.0)
-    tl.store(total + column, tl.sum(sums, 0), column < columns)
+def sum_parts_kernel(parts, totals, counts, widths, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """total_j = sum_i parts_ij of COLUMNS columns of one of several tensors, in float32."""
+    row, block = tl.arange(0, ROWS)[:, None].to(tl.int64), tl.program_id(0)
+    for n in tl.static_range(len(parts)):
+        column = block * COLUMNS + tl.arange(0, COLUMNS)
+        if (block >= 0) & (block * COLUMNS < widths[n]):
+            sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for first in range(0, counts[n], ROWS):
+                there = (first + row < counts[n]) & (column < widths[n])[None]
+                sums += tl.load(parts[n] + (first + row) * widths[n] + column[None], there, other=0.0)
+            tl.store(totals[n] + column, tl.sum(sums, 0), column < widths[n])
+        block -= tl.cdiv(widths[n], COLUMNS)
+
+
+def sum_all(pairs: Sequence[tuple[Float[Tensor, "n ..."], Float[Tensor, "..."]]]) -> None:
+    """Write the sums of float32 parts into tensors, on the current device, by one launch."""
+    parts, totals = zip(*pairs)
+    widths = tuple(total.numel() for total in totals)
+    sum_parts_kernel[sum(triton.cdiv(width, COLUMNS) for width in widths),](
+        parts, totals, tuple(map(len, parts)), widths, ROWS=ROWS, COLUMNS=COLUMNS
+    )
 
 
 def summed(parts: Float[Tensor, "n ..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
     """The sum of float32 parts, on the current device: PyTorch takes three launches, a fill and a cast among them."""
     total = parts.new_empty(parts.shape[1:], dtype=dtype)
-    sum_parts_kernel[triton.cdiv(total.numel(), COLUMNS),](
-        parts, total, len(parts), total.numel(), ROWS=ROWS, COLUMNS=COLUMNS
-    )
+    sum_all([(parts, total)])
     return total

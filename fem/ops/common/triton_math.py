@@ -9,6 +9,7 @@ from triton.language.extra.cuda import libdevice
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LEAST_PROVEN = tl.constexpr(8.75651076269652e-27)  # e^-60
 LOG_2 = tl.constexpr(0.6931471805599453)
+STEP = tl.constexpr(16)  # inner columns of a product at a time: with 64 a thread holds half as many registers again
 NO_FRACTION = tl.constexpr(8388608.0)  # 2^23: float32 has no fractions from here on
 
 
@@ -114,3 +115,18 @@ def gate(logit, inside, width, eps):
     """RMSNorm of softplus(logit) along the second axis, over `width` entries that are inside."""
     s = tl.where(inside, softplus(logit.to(tl.float32)), 0.0)
     return tl.rsqrt(tl.sum(s * s, 1) / width + eps)[:, None] * s
+
+
+@triton.jit
+def product(x, token, rows, x_row, weight, head, width: tl.constexpr, INNER: tl.constexpr, column):
+    """x W^T of a tile of tokens, for the columns of a head, from x (tokens, INNER) and W (H width, INNER)."""
+    total = tl.zeros((rows.shape[0], column.shape[0]), tl.float32)
+    for first in tl.static_range(0, INNER, STEP):
+        inner = first + tl.arange(0, STEP)
+        left = tl.load(x + token * x_row + inner[None], rows[:, None] & (inner < INNER)[None], other=0.0)
+        right = weight + (head * width + column)[None] * INNER + inner[:, None]
+        right = tl.load(right, (column < width)[None] & (inner < INNER)[:, None], other=0.0)
+        if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    return total

@@ -10,8 +10,8 @@ in every call, and a program ends at once where none of its flags is up.
 import triton
 import triton.language as tl
 
-from fem.ops.common.triton_math import logarithm, slope_of_beta, softplus
-from fem.ops.softmax.fused.elementwise_kernels import STEP, is_doubtful, load_scheme
+from fem.ops.common.triton_math import STEP, logarithm, slope_of_beta, softplus
+from fem.ops.softmax.fused.elementwise_kernels import is_doubtful, load_scheme
 
 
 @triton.jit
@@ -35,15 +35,14 @@ def load_row(
 
 @triton.jit
 def load_keys(
-    k, v, there, batch, key, time, kv_head, k_row, v_row, KEY: tl.constexpr, SOURCE: tl.constexpr,
-    FREE_AT: tl.constexpr, wide, channel,
+    k, f, there, batch, key, time, kv_head, k_row, f_row, f_head, KEY: tl.constexpr, wide, channel,
 ):  # fmt: skip
     """A block of keys and their f, and which of their numbers exist."""
     token, inside = (batch * time + key).to(tl.int64)[:, None], (key < time)[:, None]
     keys_in, f_in = inside & (wide < KEY)[None], inside & there[None]
     keys = tl.load(k + token * k_row + kv_head * KEY + wide[None], keys_in, other=0.0)
-    f = tl.load(v + token * v_row + kv_head * SOURCE + FREE_AT + channel[None], f_in, other=0.0)
-    return keys.to(tl.float32), f.to(tl.float32), token, keys_in, f_in
+    x = tl.load(f + token * f_row + kv_head * f_head + channel[None], f_in, other=0.0)
+    return keys.to(tl.float32), x.to(tl.float32), token, keys_in, f_in
 
 
 @triton.jit
@@ -83,9 +82,9 @@ def row_logits(
 
 @triton.jit
 def doubtful_rows_kernel(
-    q, k, v, lse, out, scheme, beta, exact, flags, inner, outer, inner_up, inner_bias, outer_up, outer_bias, o, time,
-    tiles, scale, eps, q_row: tl.constexpr, k_row: tl.constexpr, v_row: tl.constexpr, inner_row: tl.constexpr,
-    outer_row: tl.constexpr,
+    q, k, f, lse, out, scheme, beta, exact, flags, inner, outer, inner_up, inner_bias, outer_up, outer_bias, o, time,
+    tiles, scale, eps, q_row: tl.constexpr, k_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr,
+    inner_row: tl.constexpr, outer_row: tl.constexpr,
     heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
     SHARED: tl.constexpr, GATED: tl.constexpr, MIXED: tl.constexpr, RANK: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
@@ -108,11 +107,11 @@ def doubtful_rows_kernel(
                 summed = tl.zeros((CHANNELS,), tl.float32)
                 for start in range(0, row + 1 if CAUSAL else time, KEYS):
                     key = start + tl.arange(0, KEYS)
-                    keys, f, _, _, _ = load_keys(
-                        k, v, there, batch, key, time, kv_head, k_row, v_row, KEY, SOURCE, FREE_AT, wide, channel
+                    keys, x, _, _, _ = load_keys(
+                        k, f, there, batch, key, time, kv_head, k_row, f_row, f_head, KEY, wide, channel
                     )
                     log_p = log_probability(query, keys, lse_row, row, key, time, scale, CAUSAL)
-                    z = log_p + rate[None] * (f - shift[None])
+                    z = log_p + rate[None] * (x - shift[None])
                     peak = tl.maximum(top, tl.max(z, 0))
                     known = tl.where(peak > float("-inf"), peak, 0.0)
                     summed = summed * tl.exp(top - known) + tl.sum(tl.exp(z - known[None]), 0)
@@ -143,10 +142,10 @@ def doubtful_rows_kernel(
 
 @triton.jit
 def doubtful_queries_backward_kernel(
-    q, k, v, lse, out, scheme, beta, exact, flags, d_free, d_q, d_theta, time, tiles, scale,
-    q_row: tl.constexpr, k_row: tl.constexpr, v_row: tl.constexpr, d_q_row: tl.constexpr,
+    q, k, f, lse, out, scheme, beta, exact, flags, d_free, d_q, d_theta, time, tiles, scale,
+    q_row: tl.constexpr, k_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr, d_q_row: tl.constexpr,
     heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
-    SHARED: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
     CHANNELS: tl.constexpr, WIDE: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """Adds to d_q, and to d_theta of the first of FLAGS tiles, what goes through the doubtful entries of these."""
@@ -154,8 +153,6 @@ def doubtful_queries_backward_kernel(
     if any_raised(flags, (batch * heads + head) * tiles + first, tiles - first, FLAGS):
         channel, wide = tl.arange(0, CHANNELS), tl.arange(0, WIDE)
         there, kv_head = channel < FREE, head // GROUP
-        SOURCE: tl.constexpr = FREE if SHARED else MEAN + FREE
-        FREE_AT: tl.constexpr = 0 if SHARED else MEAN
         _shift, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
         beta_sum = tl.zeros((CHANNELS,), tl.float32)
         for row in range(first * TILE, min((first + FLAGS) * TILE, time)):
@@ -169,13 +166,13 @@ def doubtful_queries_backward_kernel(
                 q_sum, tilt = tl.zeros((WIDE,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
                 for start in range(0, row + 1 if CAUSAL else time, KEYS):
                     key = start + tl.arange(0, KEYS)
-                    keys, f, _, _, _ = load_keys(
-                        k, v, there, batch, key, time, kv_head, k_row, v_row, KEY, SOURCE, FREE_AT, wide, channel
+                    keys, x, _, _, _ = load_keys(
+                        k, f, there, batch, key, time, kv_head, k_row, f_row, f_head, KEY, wide, channel
                     )
                     log_p = log_probability(query, keys, lse_row, row, key, time, scale, CAUSAL)
-                    w, d_s = weights(log_p, f, free_energy, d_row, rate, doubtful)
+                    w, d_s = weights(log_p, x, free_energy, d_row, rate, doubtful)
                     q_sum += tl.sum(d_s[:, None] * keys, 0)
-                    tilt += tl.sum(w * (f - free_energy[None]), 0)
+                    tilt += tl.sum(w * (x - free_energy[None]), 0)
                 to = d_q + token * d_q_row + head * KEY + wide
                 before = tl.load(to, wide < KEY, other=0.0).to(tl.float32)
                 tl.store(to, before + scale * q_sum, wide < KEY)
@@ -187,25 +184,27 @@ def doubtful_queries_backward_kernel(
 
 @triton.jit
 def doubtful_keys_backward_kernel(
-    q, k, v, lse, out, scheme, beta, exact, flags, d_free, d_k, d_v, time, tiles, scale,
-    q_row: tl.constexpr, k_row: tl.constexpr, v_row: tl.constexpr, d_k_row: tl.constexpr, d_v_row: tl.constexpr,
+    q, k, f, lse, out, scheme, beta, exact, flags, d_free, d_k, d_f, raised, time, tiles, scale,
+    q_row: tl.constexpr, k_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr, d_k_row: tl.constexpr,
+    d_f_row: tl.constexpr, d_f_head: tl.constexpr,
     heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
-    SHARED: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
     CHANNELS: tl.constexpr, WIDE: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the same to d_k and d_v: a program has every so many blocks of keys, and visits the rows that see them."""
+    """Adds the same to d_k, and writes df: a program has every so many blocks of keys, and visits the rows that see
+    them. raised (B, H_kv): whether there is any of it."""
     kv_head, batch = tl.program_id(0), tl.program_id(2)
     first = (batch * heads + kv_head * GROUP) * tiles  # the flags of a group of heads lie side by side
-    if any_raised(flags, first, GROUP * tiles, FLAGS):
+    found = any_raised(flags, first, GROUP * tiles, FLAGS)
+    tl.store(raised + batch * (heads // GROUP) + kv_head, found.to(tl.int32))
+    if found:
         channel, wide = tl.arange(0, CHANNELS), tl.arange(0, WIDE)
         there = channel < FREE
-        SOURCE: tl.constexpr = FREE if SHARED else MEAN + FREE
-        FREE_AT: tl.constexpr = 0 if SHARED else MEAN
         _shift, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
         for block in range(tl.program_id(1), tl.cdiv(time, KEYS), tl.num_programs(1)):
             key = block * KEYS + tl.arange(0, KEYS)
-            keys, f, key_token, keys_in, f_in = load_keys(
-                k, v, there, batch, key, time, kv_head, k_row, v_row, KEY, SOURCE, FREE_AT, wide, channel
+            keys, x, key_token, keys_in, f_in = load_keys(
+                k, f, there, batch, key, time, kv_head, k_row, f_row, f_head, KEY, wide, channel
             )
             k_sum, f_sum = tl.zeros((KEYS, WIDE), tl.float32), tl.zeros((KEYS, CHANNELS), tl.float32)
             for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
@@ -221,10 +220,9 @@ def doubtful_keys_backward_kernel(
                                 free_energy = tl.load(exact + at, doubtful, other=0.0).to(tl.float32)
                                 d_row = tl.load(d_free + at, doubtful, other=0.0).to(tl.float32)
                                 log_p = log_probability(query, keys, lse_row, row, key, time, scale, CAUSAL)
-                                w, d_s = weights(log_p, f, free_energy, d_row, rate, doubtful)
+                                w, d_s = weights(log_p, x, free_energy, d_row, rate, doubtful)
                                 k_sum += d_s[:, None] * query[None]
                                 f_sum += d_row[None] * w
             to_k = d_k + key_token * d_k_row + kv_head * KEY + wide[None]
             tl.store(to_k, tl.load(to_k, keys_in, other=0.0).to(tl.float32) + scale * k_sum, keys_in)
-            to_v = d_v + key_token * d_v_row + kv_head * SOURCE + FREE_AT + channel[None]
-            tl.store(to_v, tl.load(to_v, f_in, other=0.0).to(tl.float32) + f_sum, f_in)
+            tl.store(d_f + key_token * d_f_row + kv_head * d_f_head + channel[None], f_sum, f_in)

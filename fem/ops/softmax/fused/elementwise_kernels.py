@@ -8,9 +8,10 @@ Numbers are float32 in registers and 16 bits in memory. In a channel where beta 
 narrow, e is exp(.) - 1 and F = c + log(1 + R) / beta. An R below e^-60 proves nothing, its entry is doubtful: the tile
 that holds it raises a flag in memory, for the kernels of `doubt`. The host never waits.
 
-A tile is a block of tokens of one head. Tensors are (B, T, H, d); `*_row` is the distance from one token to the next:
-q, k, v and the gates' logits may be columns of one wide tensor. The first MEAN columns of a head of [v | e] are v, the
-last FREE are e. SHARED: each channel reads both, so f is v; else v and f are columns of one tensor, [v | f].
+A tile is a block of tokens of one head. Tensors are (B, T, H, d); `*_row` is the distance from one token to the next,
+`f_head` from one head to the next: q, k, v and the gates' logits may be columns of one wide tensor, and f of that of
+[v | e]. The first MEAN columns of a head of [v | e] are v, the last FREE are e. SHARED: each channel reads both, so f
+is v; else v and f are columns of one tensor, [v | f]. CONTEXT: the columns of h, 0 without a conditioner.
 
 RANK: of slim gates, whose logits are U z + b; `inner` and `outer` are then z, (B, T, RANK), and the kernels multiply.
 """
@@ -19,19 +20,17 @@ import triton
 import triton.language as tl
 
 from fem.ops.common.triton_math import (
-    INTERPRETED,
     LEAST_PROVEN,
     energy,
     exact_softplus,
     gate,
     level,
     lifted,
+    product,
     slope_of_beta,
     through_gate,
     turned,
 )
-
-STEP = tl.constexpr(16)  # inner columns of a product at a time: with 64 a thread holds half as many registers again
 
 
 @triton.jit
@@ -46,21 +45,6 @@ def load_scheme(scheme, beta, batch, head, heads, FREE: tl.constexpr, channel, t
     row = scheme + batch * 2 * channels + at
     shift = tl.load(row, there, other=0.0)
     return shift, tl.load(row + channels, there, other=1.0) > 0, tl.load(beta + at, there, other=1.0)
-
-
-@triton.jit
-def product(x, token, rows, x_row, weight, head, width: tl.constexpr, INNER: tl.constexpr, column):
-    """x W^T of a tile of tokens, for the columns of a head, from x (tokens, INNER) and W (H width, INNER)."""
-    total = tl.zeros((rows.shape[0], column.shape[0]), tl.float32)
-    for first in tl.static_range(0, INNER, STEP):
-        inner = first + tl.arange(0, STEP)
-        left = tl.load(x + token * x_row + inner[None], rows[:, None] & (inner < INNER)[None], other=0.0)
-        right = weight + (head * width + column)[None] * INNER + inner[:, None]
-        right = tl.load(right, (column < width)[None] & (inner < INNER)[:, None], other=0.0)
-        if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16
-            left, right = left.to(tl.float32), right.to(tl.float32)
-        total = tl.dot(left, right, total, input_precision="ieee")
-    return total
 
 
 @triton.jit
@@ -79,61 +63,25 @@ def load_logits(
 
 
 @triton.jit
-def modulation(
-    h, weight, tokens, v_row: tl.constexpr, h_row: tl.constexpr, heads: tl.constexpr, SOURCE: tl.constexpr,
-    CONTEXT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Where the values of a program's tile stand, among tokens that are v_row apart and side by side; which exist; and
-    1 + W h."""
-    head, tile = tl.program_id(0) % heads, tl.program_id(0) // heads
-    column, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
-    token, rows = row.to(tl.int64)[:, None], row < tokens
-    at, packed = token * v_row + head * SOURCE + column[None], token * heads * SOURCE + head * SOURCE + column[None]
-    eta = product(h, token, rows, h_row, weight, head, SOURCE, CONTEXT, column)
-    return at, packed, rows[:, None] & (column < SOURCE)[None], 1.0 + eta
-
-
-@triton.jit
-def modulate_kernel(
-    v, h, weight, values, tokens, v_row: tl.constexpr, h_row: tl.constexpr, heads: tl.constexpr,
-    SOURCE: tl.constexpr, CONTEXT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """values = v (1 + W h)."""
-    at, packed, inside, factor = modulation(h, weight, tokens, v_row, h_row, heads, SOURCE, CONTEXT, ROWS, COLUMNS)
-    x = tl.load(v + at, inside, other=0.0).to(tl.float32)
-    tl.store(values + packed, x * factor, inside)
-
-
-@triton.jit
-def modulate_backward_kernel(
-    v, h, weight, d_values, d_v, d_eta, tokens, v_row: tl.constexpr, h_row: tl.constexpr, heads: tl.constexpr,
-    SOURCE: tl.constexpr, CONTEXT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """dv = (1 + W h) d values, whose tokens lie as v's do, and d(W h) = v d values."""
-    at, packed, inside, factor = modulation(h, weight, tokens, v_row, h_row, heads, SOURCE, CONTEXT, ROWS, COLUMNS)
-    d = tl.load(d_values + packed, inside, other=0.0).to(tl.float32)
-    x = tl.load(v + at, inside, other=0.0).to(tl.float32)
-    tl.store(d_v + at, d * factor, inside)
-    tl.store(d_eta + packed, d * x, inside)
-
-
-@triton.jit
 def rotate_kernel(
-    q, k, q_out, k_out, cos, sin, rows, time,
+    q, k, q_out, k_out, cos, sin, parts, rows, time,
     q_row: tl.constexpr, k_row: tl.constexpr, q_out_row: tl.constexpr, k_out_row: tl.constexpr,
     heads: tl.constexpr, kv_heads: tl.constexpr, WIDTH: tl.constexpr, SIGN: tl.constexpr, ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
     """y_j = x_j cos - x_{j+d/2} sin, y_{j+d/2} = x_{j+d/2} cos + x_j sin, of queries and keys; SIGN -1 turns back.
+    Without cos they stay as they are.
 
-    Programs of the first `heads` heads turn q, the others k. q_out and k_out may be q and k.
+    Programs of the first `heads` heads turn q, the others k. q_out and k_out may be q and k. parts: sums of tiles.
     """
     head = tl.program_id(0) % (heads + kv_heads)
-    row = tl.program_id(0) // (heads + kv_heads) * ROWS + tl.arange(0, ROWS)
-    plane = tl.arange(0, HALF)
+    tile = tl.program_id(0) // (heads + kv_heads)
+    plane, row = tl.arange(0, HALF), tile * ROWS + tl.arange(0, ROWS)
     there = (row < rows)[:, None] & (plane < WIDTH // 2)[None]
-    angle = (row % time)[:, None] * (WIDTH // 2) + plane[None]
-    c, s = tl.load(cos + angle, there, other=0.0), SIGN * tl.load(sin + angle, there, other=0.0)
+    c, s = tl.full((ROWS, HALF), 1.0, tl.float32), tl.zeros((ROWS, HALF), tl.float32)
+    if cos is not None:
+        angle = (row % time)[:, None] * (WIDTH // 2) + plane[None]
+        c, s = tl.load(cos + angle, there, other=0.0), SIGN * tl.load(sin + angle, there, other=0.0)
     row = row.to(tl.int64)[:, None]
     if head < heads:
         x, y = q + row * q_row + head * WIDTH + plane[None], q_out + row * q_out_row + head * WIDTH + plane[None]
@@ -143,18 +91,29 @@ def rotate_kernel(
     low, high = turned(x, c, s, there, WIDTH // 2)
     tl.store(y, low, there)
     tl.store(y + WIDTH // 2, high, there)
+    if parts is not None:
+        at = parts + (tile * (heads + kv_heads) + head) * WIDTH + plane
+        tl.store(at, tl.sum(low, 0), plane < WIDTH // 2)
+        tl.store(at + WIDTH // 2, tl.sum(high, 0), plane < WIDTH // 2)
 
 
 @triton.jit
 def extremes_kernel(
-    v, theta, beta, extremes, time, first, v_row: tl.constexpr, FREE_AT: tl.constexpr, SOURCE: tl.constexpr,
-    FREE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    v, h, weight, f, both, theta, beta, extremes, time, first, v_row: tl.constexpr, h_row: tl.constexpr,
+    f_row: tl.constexpr, f_head: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr,
+    CONTEXT: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The least and the greatest f among PART tokens of each sequence: extremes (B, parts, 2, H_kv FREE); and
-    beta = softplus(theta + first), or 1 without a theta."""
+    beta = softplus(theta + first), or 1 without a theta.
+
+    With a conditioner v (1 + W h) is written on the way: the mean's columns to [v | e], and f.
+    """
     head, step, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    channel = tl.arange(0, COLUMNS)
-    there = channel < FREE
+    heads = tl.num_programs(0)
+    width: tl.constexpr = FREE if SHARED else MEAN + FREE
+    column = tl.arange(0, COLUMNS)
+    channel = column - (MEAN if CONTEXT > 0 and not SHARED else 0)
+    there = (channel >= 0) & (channel < FREE)
     if (step == 0) & (batch == 0):
         rate = tl.full((COLUMNS,), 1.0, tl.float32)
         if theta is not None:
@@ -164,23 +123,34 @@ def extremes_kernel(
     high = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
     for start in range(step * PART, min(step * PART + PART, time), ROWS):
         row = start + tl.arange(0, ROWS)
-        inside = (row < time)[:, None] & there[None]
-        at = (batch * time + row).to(tl.int64)[:, None] * v_row + head * SOURCE + FREE_AT + channel[None]
-        f = tl.load(v + at, inside, other=0.0).to(tl.float32)
-        low = tl.minimum(low, tl.where(inside, f, float("inf")))
-        high = tl.maximum(high, tl.where(inside, f, float("-inf")))
-    channels = tl.num_programs(0) * FREE
-    at = extremes + (batch * tl.num_programs(1) + step) * 2 * channels + head * FREE + channel
+        token, rows = (batch * time + row).to(tl.int64)[:, None], row < time
+        in_free, to_f = rows[:, None] & there[None], f + token * f_row + head * f_head + channel[None]
+        if CONTEXT > 0:
+            inside = rows[:, None] & (column < width)[None]
+            x = tl.load(v + token * v_row + head * width + column[None], inside, other=0.0)
+            eta = product(h, token, rows, h_row, weight, head, width, CONTEXT, column)
+            x = (x.to(tl.float32) * (1.0 + eta)).to(x.dtype)
+            to_mean = both + token * heads * (MEAN + FREE) + head * (MEAN + FREE) + column[None]
+            tl.store(to_mean, x, inside & (column < MEAN)[None])
+            if not SHARED:
+                tl.store(to_f, x, in_free)
+        else:
+            x = tl.load(to_f, in_free, other=0.0)
+        low = tl.minimum(low, tl.where(in_free, x.to(tl.float32), float("inf")))
+        high = tl.maximum(high, tl.where(in_free, x.to(tl.float32), float("-inf")))
+    at = extremes + (batch * tl.num_programs(1) + step) * 2 * heads * FREE + head * FREE + channel
     tl.store(at, tl.min(low, 0), there)
-    tl.store(at + channels, tl.max(high, 0), there)
+    tl.store(at + heads * FREE, tl.max(high, 0), there)
 
 
 @triton.jit
 def pack_kernel(
-    v, extremes, beta, both, scheme, time, parts, v_row: tl.constexpr, SOURCE: tl.constexpr, MEAN: tl.constexpr,
-    FREE: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    v, f, extremes, beta, both, scheme, time, parts, v_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr,
+    MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr, CONTEXT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """[v | e], and the scheme (B, 2, H_kv FREE): each channel's shift c, its greatest f, and whether it is narrow.
+    """[v | e], without v where it stands there; and the scheme (B, 2, H_kv FREE): each channel's shift c, its greatest
+    f, and whether it is narrow.
 
     c is lifted until beta c is a multiple of log 2: a later token then changes e by a power of 2, not its rounding.
     """
@@ -203,50 +173,59 @@ def pack_kernel(
     row = tile * ROWS + tl.arange(0, ROWS)
     token = (batch * time + row).to(tl.int64)[:, None]
     inside = (row < time)[:, None] & there[None]
-    source = v + token * v_row + head * SOURCE + channel[None]
     packed = both + token * heads * (MEAN + FREE) + head * (MEAN + FREE) + channel[None]
-    if SHARED:
-        x = tl.load(source, inside, other=0.0)
-        tl.store(packed, x, inside)
-    else:
-        in_mean = (row < time)[:, None] & (channel < MEAN)[None]
-        tl.store(packed, tl.load(source, in_mean, other=0.0), in_mean)
-        x = tl.load(source + MEAN, inside, other=0.0)
+    x = tl.load(f + token * f_row + head * f_head + channel[None], inside, other=0.0)
+    if CONTEXT == 0:
+        if SHARED:
+            tl.store(packed, x, inside)
+        else:
+            in_mean = (row < time)[:, None] & (channel < MEAN)[None]
+            mean = tl.load(v + token * v_row + head * (MEAN + FREE) + channel[None], in_mean, other=0.0)
+            tl.store(packed, mean, in_mean)
     z = (x.to(tl.float32) - shift[None]) * rate[None]
     tl.store(packed + MEAN, energy(z, narrow[None]), inside)
 
 
 @triton.jit
 def pack_backward_kernel(
-    d_both, v, scheme, beta, d_v, d_theta, time, v_row: tl.constexpr, d_v_row: tl.constexpr, SOURCE: tl.constexpr,
-    MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    d_both, v, h, weight, f, scheme, beta, raised, d_v, d_eta, d_theta, parts, time, v_row: tl.constexpr,
+    h_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr, d_v_row: tl.constexpr, MEAN: tl.constexpr,
+    FREE: tl.constexpr, SHARED: tl.constexpr, CONTEXT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """df = beta exp(z) de, which d_v gets beside the mean's gradient; d_theta: of this tile,
-    sum_i exp(z) de (f - c) dbeta/dtheta."""
+    """dv, to which de adds beta exp(z) de, and what goes through doubtful entries, which stands in d_v where they are
+    raised. Of this tile d_theta is sum_i exp(z) de (f - c) dbeta/dtheta, and parts is sum_i dv.
+
+    With a conditioner this is the gradient of v (1 + W h): dv is 1 + W h times that, and d_eta = d(W h) is v times.
+    """
     head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(0)
-    channel, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
-    there = channel < FREE
-    shift, _narrow, rate = load_scheme(scheme, beta, batch, head, heads, FREE, channel, there)
-    token = (batch * time + row).to(tl.int64)[:, None]
-    inside = (row < time)[:, None] & there[None]
-    source = token * v_row + head * SOURCE + channel[None]
-    target = token * d_v_row + head * SOURCE + channel[None]
-    packed = d_both + token * heads * (MEAN + FREE) + head * (MEAN + FREE) + channel[None]
-    d_f = tl.load(packed + MEAN, inside, other=0.0).to(tl.float32)
-    if SHARED:
-        x = tl.load(v + source, inside, other=0.0).to(tl.float32) - shift[None]
-        d_f *= tl.exp(x * rate[None])
-        tl.store(d_v + target, tl.load(packed, inside, other=0.0).to(tl.float32) + rate[None] * d_f, inside)
-    else:
-        in_mean = (row < time)[:, None] & (channel < MEAN)[None]
-        tl.store(d_v + target, tl.load(packed, in_mean, other=0.0), in_mean)
-        x = tl.load(v + source + MEAN, inside, other=0.0).to(tl.float32) - shift[None]
-        d_f *= tl.exp(x * rate[None])
-        tl.store(d_v + target + MEAN, rate[None] * d_f, inside)
-    beta_part = tl.sum(tl.where(inside, d_f * x, 0.0), 0)
-    at = (batch * tl.num_programs(1) + tile) * heads * FREE + head * FREE + channel
-    tl.store(d_theta + at, beta_part * slope_of_beta(rate), there)
+    width: tl.constexpr = FREE if SHARED else MEAN + FREE
+    column, row = tl.arange(0, COLUMNS), tile * ROWS + tl.arange(0, ROWS)
+    token, rows = (batch * time + row).to(tl.int64)[:, None], row < time
+    inside = rows[:, None] & (column < width)[None]
+    to_v = d_v + token * d_v_row + head * width + column[None]
+    packed = d_both + token * heads * (MEAN + FREE) + head * (MEAN + FREE) + column[None]
+    d = tl.load(packed, inside & (column < MEAN)[None], other=0.0).to(tl.float32)
+    if FREE > 0:
+        channel = column if SHARED else column - MEAN
+        there = (channel >= 0) & (channel < FREE)
+        in_free = rows[:, None] & there[None]
+        shift, _narrow, rate = load_scheme(scheme, beta, batch, head, heads, FREE, channel, there)
+        x = tl.load(f + token * f_row + head * f_head + channel[None], in_free, other=0.0).to(tl.float32) - shift[None]
+        d_f = tl.load(packed + (MEAN if SHARED else 0), in_free, other=0.0).to(tl.float32) * tl.exp(x * rate[None])
+        d += rate[None] * d_f
+        if tl.load(raised + batch * heads + head) != 0:
+            d += tl.load(to_v, in_free, other=0.0).to(tl.float32)
+        at = (batch * tl.num_programs(1) + tile) * heads * FREE + head * FREE + channel
+        tl.store(d_theta + at, tl.sum(tl.where(in_free, d_f * x, 0.0), 0) * slope_of_beta(rate), there)
+    if CONTEXT > 0:
+        x = tl.load(v + token * v_row + head * width + column[None], inside, other=0.0).to(tl.float32)
+        tl.store(d_eta + token * heads * width + head * width + column[None], d * x, inside)
+        d *= 1.0 + product(h, token, rows, h_row, weight, head, width, CONTEXT, column)
+    tl.store(to_v, d, inside)
+    if parts is not None:
+        at = parts + ((batch * tl.num_programs(1) + tile) * heads + head) * width + column
+        tl.store(at, tl.sum(tl.where(inside, d, 0.0), 0), column < width)
 
 
 @triton.jit
@@ -303,7 +282,7 @@ def mix_backward_kernel(
     """du = g do; dR = dF / (beta R).
 
     d_theta: of this tile, -sum_t dF (F - c) / beta dbeta/dtheta. Doubtful entries pass no dR: their dF goes to d_free.
-    d_biases (B tiles, 2 or 1, H width): of slim gates, of this tile, the gradients of lambda's bias and of g's.
+    d_biases (B tiles, 2 or 1, H width): of this tile, the gradients of lambda's bias and of g's.
     """
     head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(0)
@@ -342,7 +321,7 @@ def mix_backward_kernel(
         d_logit, d_u = through_gate(logit, u, d_u, inside, width, eps)
         d_logit = tl.where(inside, d_logit, 0.0)
         tl.store(d_outer + token * d_outer_row + head * width + column[None], d_logit, inside)
-        if RANK > 0:
+        if d_biases is not None:
             last = (batch * tl.num_programs(1) + tile) * (SHARED + 1) + SHARED
             at = d_biases + (last * heads + head) * width + column
             tl.store(at, tl.sum(d_logit, 0), column < width)
@@ -350,7 +329,7 @@ def mix_backward_kernel(
         if SHARED:
             d_logit = tl.where(inside, d_u * gap * lambda_ * (1 - lambda_), 0.0)
             tl.store(d_inner + token * d_inner_row + head * width + column[None], d_logit, inside)
-            if RANK > 0:
+            if d_biases is not None:
                 first = (batch * tl.num_programs(1) + tile) * (GATED + 1)
                 at = d_biases + (first * heads + head) * width + column
                 tl.store(at, tl.sum(d_logit, 0), column < width)

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 TILE_NUMBERS = 1024  # of a tile, 8 for each of 128 threads
+MODULATED = 2048  # of a tile that is multiplied by 1 + W h: fewer tokens would read W more often
 SPANS = 8  # programs that share the flags of a head
 KEYS = 64  # a block of keys of the kernels of doubt
 PART = 256  # tokens whose extremes one program finds
@@ -41,6 +42,16 @@ class Form(NamedTuple):
     def width(self) -> int:
         """Columns of a head of o, and of v."""
         return self.free if self.shared else self.mean + self.free
+
+    @property
+    def packs(self) -> bool:
+        """Whether attention reads other values than the product's columns."""
+        return self.free > 0 or self.context > 0
+
+    @property
+    def apart(self) -> bool:
+        """Whether f has a tensor of its own: the conditioner changes it, and no mean reads it."""
+        return self.context > 0 and not self.shared
 
     @property
     def mixes(self) -> bool:
@@ -82,13 +93,11 @@ class Sizes(NamedTuple):
     values: tuple[int, int, int]
     spans: tuple[int, int, int]  # of the programs that share flags, of the parts of sequences,
     parts: tuple[int, int, int]
-    turns: tuple[int]  # of the tiles that are rotated, of those that the conditioner scales
-    scaled: tuple[int]
+    turns: tuple[int]  # of the tiles that are rotated
     mix: dict[str, int]
     pack: dict[str, int]
     extremes: dict[str, int]
     rotate: dict[str, int]
-    modulate: dict[str, int]
     doubt: dict[str, int]
 
 
@@ -100,32 +109,30 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
     rows = rows_of_tile(form)
     tiles = triton.cdiv(time, rows)
     flags = power(triton.cdiv(tiles, SPANS))
-    halves = {"MEAN": form.mean, "FREE": form.free, "SHARED": form.shared}
-    tile = {"ROWS": rows, "COLUMNS": columns}
-    group = {"GROUP": form.heads // form.kv_heads}
-    mix = {**group, **halves, "RANK": form.rank, "GATED": form.gated, **tile}
-    scaled = {"heads": form.kv_heads, "SOURCE": form.width, "CONTEXT": form.context, "ROWS": 64}
+    group, halves = {"GROUP": form.heads // form.kv_heads}, {"MEAN": form.mean, "FREE": form.free}
+    mix = {**group, **halves, "SHARED": form.shared, "RANK": form.rank, "GATED": form.gated, "ROWS": rows}
+    channels, half = power(max(form.free, 1)), power(form.key_width // 2)
     doubtful = {"heads": form.heads, **group, "KEY": form.key_width, **halves, "CAUSAL": form.causal, "TILE": rows}
-    half = power(form.key_width // 2)
+    doubtful |= {"KEYS": KEYS, "CHANNELS": channels, "WIDE": power(form.key_width)}
+    if form.context:
+        columns, rows = max(columns, LEAST), max(LEAST, MODULATED // columns)
+        channels = columns
+    values = {**halves, "SHARED": form.shared, "CONTEXT": form.context, "ROWS": rows}
     turned, parts, heads = max(1, TILE_NUMBERS // half), triton.cdiv(time, PART), form.heads + form.kv_heads
-    extremes = {"FREE_AT": 0 if form.shared else form.mean, "SOURCE": form.width, "FREE": form.free, "PART": PART}
-    doubtful |= {"KEYS": KEYS, "CHANNELS": power(max(form.free, 1)), "WIDE": power(form.key_width)}
     return Sizes(
         tiles,
         flags,
         power(tiles * form.heads // form.kv_heads),
         power(parts),
         reads=(form.heads, tiles, batch),
-        values=(form.kv_heads, tiles, batch),
+        values=(form.kv_heads, triton.cdiv(time, rows), batch),
         spans=(form.heads, triton.cdiv(tiles, flags), batch),
         parts=(form.kv_heads, parts, batch),
         turns=(heads * triton.cdiv(batch * time, turned),),
-        scaled=(form.kv_heads * triton.cdiv(batch * time, scaled["ROWS"]),),
         mix=mix | {"COLUMNS": max(columns, LEAST if form.rank else 1)},
-        pack={**halves, **tile},
-        extremes={**extremes, "ROWS": rows, "COLUMNS": doubtful["CHANNELS"]},
+        pack={**values, "COLUMNS": columns},
+        extremes={**values, "PART": PART, "COLUMNS": channels},
         rotate={"WIDTH": form.key_width, "ROWS": turned, "HALF": half},
-        modulate={**scaled, "COLUMNS": max(columns, LEAST)},
         doubt=doubtful,
     )
 
@@ -133,3 +140,13 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
 def rows_of_tile(form: Form) -> int:
     """Tokens of a tile."""
     return max(LEAST if form.rank else 1, TILE_NUMBERS // triton.next_power_of_2(form.width))
+
+
+def row_stride(x: Tensor) -> int:
+    """Numbers from one token of (B, T, H, d) to the next, of rows that lie one after another."""
+    return x.stride(1)
+
+
+def strides(x: Tensor) -> tuple[int, int]:
+    """The same, and numbers from one head to the next."""
+    return x.stride(1), x.stride(2)

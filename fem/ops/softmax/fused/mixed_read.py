@@ -5,14 +5,14 @@
 The product's result is one tensor, of which the kernels read and write columns: q and k are turned in place, and the
 gradients of all maps are written side by side, so that one product makes dW and one dx. Where x is [x, h], with the
 conditioner's features, v has weights of 0 for h, and is multiplied by 1 + W_v h. Beside products, sums over tokens and
-torch's attention there are 6 launches forward and 7 backward, with a conditioner 7 and 8. Nothing waits for the host.
+torch's attention there are 6 launches forward and 7 backward. Nothing waits for the host.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,11 @@ from torch import Tensor
 from fem.ops.common.backend import on
 from fem.ops.common.joined import joined
 from fem.ops.common.operator import operator
-from fem.ops.common.part_kernels import summed
-from fem.ops.softmax.fused import doubt_kernels as doubt
+from fem.ops.common.part_kernels import sum_all
 from fem.ops.softmax.fused import elementwise_kernels as K
 from fem.ops.softmax.fused import fused_attention
-from fem.ops.softmax.fused.layer_form import SPANS, Form, Options, Sizes, rows_of_tile, sizes_of
+from fem.ops.softmax.fused.doubt import Doubt, settle, through_doubt
+from fem.ops.softmax.fused.layer_form import Form, Options, Sizes, row_stride, rows_of_tile, sizes_of, strides
 
 BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
 
@@ -47,8 +47,8 @@ def mixed_read(
 ) -> Float[Tensor, "b t h d"]:
     """o of a whole sequence of 16-bit numbers, differentiable once. cos and sin are float32.
 
-    weights, biases: of the maps of x, in the order of the product's columns; a bias of None is 0. value_scale: W_v.
-    inner_up to outer_bias: the second maps of slim gates. theta: of beta, which is 1 without one.
+    weights, biases: of the maps of x, in the order of the product's columns; a bias of None is 0, as those of slim
+    gates' first maps are. value_scale: W_v. inner_up to outer_bias: the second maps. theta: of beta, 1 without one.
     Raises RuntimeError where its gradient is to be differentiated.
     """
     others = value_scale, inner_up, inner_bias, outer_up, outer_bias, theta, cos, sin
@@ -66,7 +66,9 @@ def prefill(options: Options, weights, biases, x: Tensor, *tensors: Tensor | Non
     else:
         o, joint, *rest = _mixed_forward(*inputs, *options)
     _, k, v, *_ = form.parts(joint)
-    return o, k, rest[0] if form.context else v
+    if form.context:
+        v = rest[0][..., : form.mean] if form.shared else torch.cat([rest[0][..., : form.mean], rest[1]], -1)
+    return o, k, v
 
 
 _TENSORS = 11
@@ -116,21 +118,20 @@ def _on_its_device(function: Callable) -> Callable:
 
 @_on_its_device
 def _mixed_forward(*inputs) -> list[Tensor]:
-    """o, and what the backward needs: the product, with a conditioner the values, where a free energy is read [v | e],
-    beta, the scheme and the flags, [mean | R] where o is another tensor, and the logarithms of attention's sums.
+    """o, and what the backward needs: the product, [v | e] and f where they are other tensors, where a free energy is
+    read beta, the scheme and the flags, [mean | R] where o is another tensor, and the logarithms of attention's sums.
     """
     x, weight, bias, value_scale, *ups, theta, cos, sin, form, scale, eps, start = inputs
     joint = F.linear(x, weight, bias)
     q, k, v, *gates = form.parts(joint)
     (batch, time), sizes, kept = q.shape[:2], sizes_of(form, *q.shape[:2]), [joint]
-    if form.context:
-        values = v.new_empty(v.shape)
-        _modulate(K.modulate_kernel, form, sizes, v, x, value_scale, values)
-        v = values
-        kept.append(v)
     if form.rotary:
-        _rotate(q, k, q, k, cos, sin, 1, sizes)
-    both, beta, scheme = _launch_pack(v, theta, start, form, sizes) if form.free else (v, None, None)
+        _rotate(q, k, q, k, cos, sin, None, 1, sizes)
+    both, f, beta, scheme = v, None, None, None
+    if form.packs:
+        h = x[..., x.shape[2] - form.context :]
+        both, f, beta, scheme = _launch_pack(v, h, value_scale, theta, start, form, sizes)
+        kept += [both, f] if form.apart else [both]
     out, lse = fused_attention.kernel_attention(q, k, both, scale, form.causal, form.kernel)
     if not form.mixes:
         return [out, *kept, lse]
@@ -138,53 +139,19 @@ def _mixed_forward(*inputs) -> list[Tensor]:
     o = out.new_empty(*q.shape[:3], form.width)
     flags = torch.empty(batch, form.heads, sizes.tiles, dtype=torch.int32, device=o.device)
     K.mix_kernel[sizes.reads](
-        out, *gates, *ups, scheme, beta, o, flags, time, eps, *map(_row_stride, gates), **sizes.mix
+        out, *gates, *ups, scheme, beta, o, flags, time, eps, *map(row_stride, gates), **sizes.mix
     )
     if not form.free:
         return [o, *kept, out, lse]
-    _settle(q, k, v, lse, out, scheme, beta, o, flags, gates, ups, o, scale, eps, form, sizes)
-    return [o, *kept, both, beta, scheme, flags, out, lse]
+    settle(q, k, f, lse, out, scheme, beta, o, flags, gates, ups, o, scale, eps, form, sizes)
+    return [o, *kept, beta, scheme, flags, out, lse]
 
 
-def _modulate(kernel, form: Form, sizes: Sizes, v: Tensor, x: Tensor, weight: Tensor, *others: Tensor) -> None:
-    """Launch a kernel of the values' modulation."""
-    h = x[..., x.shape[2] - form.context :]
-    kernel[sizes.scaled](
-        v, h, weight, *others, v.shape[0] * v.shape[1], _row_stride(v), _row_stride(h), **sizes.modulate
-    )
-
-
-def _settle(q, k, v, lse, out, scheme, beta, exact, flags, gates, ups, o, scale, eps, form: Form, sizes: Sizes):
-    """Compute the doubtful free energies: write them to `exact`, or where that is o, mixed and gated, to o."""
-    doubt.doubtful_rows_kernel[sizes.spans](
-        q, k, v, lse, out, scheme, beta, exact, flags, *gates, *ups, o, q.shape[1], sizes.tiles, scale, eps,
-        *map(_row_stride, (q, k, v, *gates)), **sizes.doubt, GATED=form.gated, MIXED=exact is o, RANK=form.rank,
-        COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
-    )  # fmt: skip
-
-
-class _Doubt(NamedTuple):
-    """What the gradient of a free energy needs of its entries that R does not prove, and what tiles give theta."""
-
-    exact: Float[Tensor, "b t h df"]  # float32: bfloat16 would lose what theta's gradient is made of
-    d_free: Float[Tensor, "b t h df"]
-    tilted: Float[Tensor, "n df"]
-    query_parts: Float[Tensor, "nq df"]  # parts of tilted
-    value_parts: Float[Tensor, "nv df"]
-
-    @classmethod
-    def of(cls, q: Tensor, beta: Tensor, form: Form, tiles: int) -> _Doubt:
-        exact = torch.empty(*q.shape[:3], form.free, dtype=torch.float32, device=q.device)
-        counts = [q.shape[0] * tiles * heads for heads in (form.heads, form.kv_heads)]
-        tilted = beta.new_empty(sum(counts), form.free)
-        return cls(exact, torch.empty_like(exact, dtype=q.dtype), tilted, *tilted.split_with_sizes(counts))
-
-    def d_theta(self, form: Form) -> Float[Tensor, "hkv df"]:
-        """theta's gradient: the sum over all tiles, of queries and of values."""
-        if form.heads == form.kv_heads:
-            return summed(self.tilted.view(-1, form.kv_heads, form.free), torch.float32)
-        query_parts = self.query_parts.view(-1, form.kv_heads, form.heads // form.kv_heads, form.free).sum((0, 2))
-        return query_parts + self.value_parts.view(-1, form.kv_heads, form.free).sum(0)
+def _free_values(form: Form, v: Tensor, both: Tensor, apart: Tensor | None) -> Float[Tensor, "b t h df"]:
+    """f, columns of v; with a conditioner those of [v | e] whose mean is read, too, or a tensor of their own."""
+    if form.context:
+        return both[..., : form.free] if form.shared else apart
+    return v[..., form.width - form.free :]
 
 
 @_on_its_device
@@ -196,130 +163,130 @@ def _mixed_backward(
     x, weight, bias, value_scale, *ups, theta, cos, sin = kept[:_TENSORS]
     o, joint, *rest, lse = kept[_TENSORS:]
     d_joint = torch.empty_like(joint)
-    q, k, raw_v, *gates = form.parts(joint)
+    q, k, v, *gates = form.parts(joint)
     to_q, to_k, to_v, *d_gates = form.parts(d_joint)
-    v = rest.pop(0) if form.context else raw_v
-    d_v = torch.empty_like(v) if form.context else to_v
-    both, beta, scheme, flags, out = rest if form.free else (v, None, None, None, rest[0] if form.mixes else o)
-    sizes = sizes_of(form, *q.shape[:2])
-    known = (q, k, v, lse, out, scheme, beta)
-    doubtful = _Doubt.of(q, beta, form, sizes.tiles) if form.free else None
+    both = rest.pop(0) if form.packs else v
+    f = _free_values(form, v, both, rest.pop(0) if form.apart else None)
+    beta, scheme, flags, out = rest if form.free else (None, None, None, rest[0] if form.mixes else o)
+    sizes, h = sizes_of(form, *q.shape[:2]), x[..., x.shape[2] - form.context :]
+    known = (q, k, f, lse, out, scheme, beta)
+    doubtful = Doubt.of(q, beta, form, sizes) if form.free else None
 
-    d_out, d_ups = grad.contiguous(), [None] * 2
+    d_bias, d_theta = (None if y is None else torch.empty_like(y) for y in (bias, theta))
+    keys, values = (form.heads + form.kv_heads) * form.key_width, form.kv_heads * form.width
+    to_keys, to_values, to_gates = (
+        [None] * 3 if bias is None else d_bias.split_with_sizes([keys, values, len(bias) - keys - values])
+    )
+    if form.rank:  # whose biases are those of the second maps
+        there, biased = sum(gate is not None for gate in gates), ups[1] is not None or ups[3] is not None
+        to_gates = joint.new_empty(there, form.heads * form.width) if biased else None
+    sums = []  # what tiles give small gradients, and these
+
+    def parts_of(total: Tensor | None, count: int) -> Float[Tensor, "n c"] | None:
+        """For as many tiles as there are; None where nothing is summed."""
+        if total is None or not total.numel():
+            return None
+        sums.append((lse.new_empty(count, total.numel()), total))
+        return sums[-1][0]
+
+    d_out, d_ups = grad.contiguous(), None
     if form.mixes:
+        gate_parts = parts_of(to_gates, math.prod(sizes.reads[1:]))
         d_out, d_ups = _through_gates(
-            d_out, known, flags, doubtful, o, joint, gates, ups, d_gates, form, scale, eps, sizes
+            d_out, known, flags, doubtful, o, joint, gates, ups, d_gates, gate_parts, form, scale, eps, sizes
         )
     d_q, d_k, d_both = fused_attention.kernel_attention_backward(
         d_out, q, k, both, out, lse, scale, form.causal, form.kernel
     )
-    d_theta = None
+    raised = theta_parts = d_eta = None
     if form.free:
-        _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful, form, scale, sizes)
-        d_theta = None if theta is None else doubtful.d_theta(form)
-    else:
-        d_v.copy_(d_both)
-    if form.rotary:
-        _rotate(d_q, d_k, to_q, to_k, cos, sin, -1, sizes)
-    else:
-        to_q.copy_(d_q)
-        to_k.copy_(d_k)
-    d_eta = None
+        raised = through_doubt(d_q, d_k, to_v, known, flags, doubtful, form, scale, sizes)
+        theta_parts = doubtful.value_parts
     if form.context:
-        d_eta = torch.empty_like(v)
-        _modulate(K.modulate_backward_kernel, form, sizes, raw_v, x, value_scale, d_v, to_v, d_eta)
+        d_eta = v.new_empty(v.shape)
+    K.pack_backward_kernel[sizes.values](
+        d_both, v, h, value_scale, f, scheme, beta, raised, to_v, d_eta, theta_parts,
+        parts_of(to_values, math.prod(sizes.values[1:])), q.shape[1], row_stride(v), row_stride(h), *strides(f),
+        row_stride(to_v), **sizes.pack,
+    )  # fmt: skip
+    key_parts = parts_of(to_keys, sizes.turns[0] // (form.heads + form.kv_heads))
+    _rotate(d_q, d_k, to_q, to_k, cos, sin, key_parts, -1, sizes)
+    if theta is not None:
+        sums.append((doubtful.theta_parts(form), d_theta))
+    if sums:
+        sum_all(sums)
 
-    del d_q, d_k, d_v, d_both, d_out, doubtful  # before dx is allocated
+    del d_q, d_k, d_both, d_out, doubtful  # before dx is allocated
+    sums.clear()
     flat, features = d_joint.flatten(0, 1), x.flatten(0, 1)
     d_x, d_scale = flat @ weight, None
     if form.context:
-        d_eta, h = d_eta.flatten(2).flatten(0, 1), slice(-form.context, None)
-        d_x[:, h].addmm_(d_eta, value_scale)
-        d_scale = d_eta.T @ features[:, h]
-    return [d_x.view(x.shape), flat.T @ features, None if bias is None else flat.sum(0), d_scale, *d_ups, d_theta]
+        d_eta = d_eta.flatten(2).flatten(0, 1)
+        d_x[:, -form.context :].addmm_(d_eta, value_scale)
+        d_scale = d_eta.T @ features[:, -form.context :]
+    return [d_x.view(x.shape), flat.T @ features, d_bias, d_scale, d_ups, to_gates if form.rank else None, d_theta]
 
 
 def _through_gates(
-    grad, known, flags, doubtful: _Doubt | None, o, joint, gates, ups, d_gates, form: Form, scale, eps, sizes
+    grad, known, flags, doubtful: Doubt | None, o, joint, gates, ups, d_gates, parts, form: Form, scale, eps, sizes
 ):
     """The gradient of [mean | R], and those of the second maps of slim gates; writes those of the gates' columns."""
-    q, k, v, lse, out, scheme, beta = known
+    q, k, f, lse, out, scheme, beta = known
     there = [gate is not None for gate in gates]
     slim = out.new_empty(sum(there), *q.shape[:3], form.width) if form.rank else None
     targets = iter(slim if form.rank else [d for d in d_gates if d is not None])
     inputs = [out if gate is None else gate for gate in gates]
     outputs = [next(targets) if is_there else out for is_there in there]
-    exact = d_free = query_parts = d_biases = None
-    if form.rank:
-        parts = (q.shape[0] * sizes.tiles, sum(there), form.heads * form.width)
-        d_biases = torch.empty(parts, dtype=torch.float32, device=q.device)
+    exact = d_free = query_parts = None
     if doubtful is not None:
         exact, d_free, _, query_parts, _ = doubtful
-        _settle(q, k, v, lse, out, scheme, beta, exact, flags, inputs, ups, o, scale, eps, form, sizes)
+        settle(q, k, f, lse, out, scheme, beta, exact, flags, inputs, ups, o, scale, eps, form, sizes)
     d_out = torch.empty_like(out)
     K.mix_backward_kernel[sizes.reads](
-        grad, out, *inputs, *ups, scheme, beta, exact, flags, d_out, *outputs, d_biases, d_free, query_parts,
-        q.shape[1], eps, *map(_row_stride, (*inputs, *outputs)), **sizes.mix, num_warps=BACKWARD_WARPS,
+        grad, out, *inputs, *ups, scheme, beta, exact, flags, d_out, *outputs, parts, d_free, query_parts,
+        q.shape[1], eps, *map(row_stride, (*inputs, *outputs)), **sizes.mix, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
-    return d_out, _through_second_maps(joint, gates, ups, slim, d_gates, d_biases) if form.rank else [None] * 2
+    return d_out, _through_second_maps(joint, gates, ups[::2], slim, d_gates) if form.rank else None
 
 
-def _through_second_maps(joint, gates, ups, d_logits, d_gates, d_biases) -> list[Tensor | None]:
-    """Write the gradients of what the first maps of slim gates gave; return those of the second maps and biases."""
-    ups, biases = ([up for up in one if up is not None] for one in (ups[::2], ups[1::2]))
-    d_ups, maps = joint.new_empty(len(ups), *ups[0].shape), zip(gates, d_gates)
-    for d, up, d_up, (z, d_z) in zip(d_logits, ups, d_ups, (pair for pair in maps if pair[0] is not None), strict=True):
+def _through_second_maps(joint, gates, ups, d_logits, d_gates) -> Float[Tensor, "g w r"]:
+    """Write the gradients of what the first maps of slim gates gave; return those of the second maps."""
+    ups, maps = [up for up in ups if up is not None], [pair for pair in zip(gates, d_gates) if pair[0] is not None]
+    d_ups = joint.new_empty(len(ups), *ups[0].shape)
+    for d, up, d_up, (z, d_z) in zip(d_logits, ups, d_ups, maps, strict=True):
         d = d.view(-1, len(up))
         torch.mm(d, up, out=d_z.flatten(0, 2))
         torch.mm(d.T, z.flatten(0, 2), out=d_up)
-    return [d_ups, summed(d_biases, joint.dtype) if biases else None]
+    return d_ups
 
 
-def _through_values(d_both, d_q, d_k, d_v, known, flags, doubtful: _Doubt, form: Form, scale: float, sizes: Sizes):
-    """Write d_v from the gradient of [v | e]; add to d_q, d_k and d_v what goes through doubtful entries."""
-    q, k, v, _, _, scheme, beta = known
-    batch, time = q.shape[:2]
-    exact, d_free, _, query_parts, value_parts = doubtful
-    K.pack_backward_kernel[sizes.values](
-        d_both, v, scheme, beta, d_v, value_parts, time, _row_stride(v), _row_stride(d_v), form.width, **sizes.pack
-    )
-    inputs, rows = (*known, exact, flags, d_free), (_row_stride(q), _row_stride(k), _row_stride(v))
-    doubt.doubtful_queries_backward_kernel[sizes.spans](
-        *inputs, d_q, query_parts, time, sizes.tiles, scale, *rows, _row_stride(d_q), **sizes.doubt, FLAGS=sizes.flags
-    )
-    doubt.doubtful_keys_backward_kernel[(form.kv_heads, SPANS, batch)](
-        *inputs, d_k, d_v, time, sizes.tiles, scale, *rows, _row_stride(d_k), _row_stride(d_v), **sizes.doubt,
-        FLAGS=sizes.group_flags,
-    )  # fmt: skip
-
-
-def _row_stride(x: Tensor) -> int:
-    """Numbers from one token of (B, T, H, d) to the next, of rows that lie one after another."""
-    return x.stride(1)
-
-
-def _rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, sign: int, sizes: Sizes):
+def _rotate(q, k, q_out, k_out, cos: Tensor | None, sin: Tensor | None, parts: Tensor | None, sign: int, sizes: Sizes):
     K.rotate_kernel[sizes.turns](
-        q, k, q_out, k_out, cos, sin, q.shape[0] * q.shape[1], q.shape[1],
-        *map(_row_stride, (q, k, q_out, k_out)), q.shape[2], k.shape[2], SIGN=sign, **sizes.rotate,
+        q, k, q_out, k_out, cos, sin, parts, q.shape[0] * q.shape[1], q.shape[1],
+        *map(row_stride, (q, k, q_out, k_out)), q.shape[2], k.shape[2], SIGN=sign, **sizes.rotate,
     )  # fmt: skip
 
 
 def _launch_pack(
-    v: Tensor, theta: Tensor | None, start: float, form: Form, sizes: Sizes
-) -> tuple[Tensor, Tensor, Tensor]:
-    """[v | e], beta and the scheme."""
-    batch, time = v.shape[:2]
-    channels = form.kv_heads * form.free
+    v: Tensor, h: Tensor, scale: Tensor | None, theta: Tensor | None, start: float, form: Form, sizes: Sizes
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """[v | e], f, and of a free energy beta and the scheme."""
+    batch, time, channels = *v.shape[:2], form.kv_heads * form.free
+    both = v.new_empty(*v.shape[:3], form.mean + form.free)
+    f = _free_values(form, v, both, v.new_empty(*v.shape[:3], form.free) if form.apart else None)
     beta = torch.empty(form.kv_heads, form.free, dtype=torch.float32, device=v.device)
     extremes, scheme = beta.new_empty(batch, sizes.parts[1], 2, channels), beta.new_empty(batch, 2, channels)
-    both = v.new_empty(*v.shape[:3], form.mean + form.free)
-    K.extremes_kernel[sizes.parts](v, theta, beta, extremes, time, start, _row_stride(v), **sizes.extremes)
+    K.extremes_kernel[sizes.parts](
+        v, h, scale, f, both, theta, beta, extremes, time, start, row_stride(v), row_stride(h), *strides(f),
+        **sizes.extremes,
+    )  # fmt: skip
+    if not form.free:
+        return both, f, None, None
     K.pack_kernel[sizes.values](
-        v, extremes, beta, both, scheme, time, sizes.parts[1], _row_stride(v), form.width, **sizes.pack,
+        v, f, extremes, beta, both, scheme, time, sizes.parts[1], row_stride(v), *strides(f), **sizes.pack,
         PARTS=sizes.most_parts,
     )  # fmt: skip
-    return both, beta, scheme
+    return both, f, beta, scheme
 
 
 # --- for torch.compile: the same as two operators, which it does not look into ---------------------------------------
@@ -344,14 +311,14 @@ def _(*inputs):
     form, (batch, time) = Form(*form), x.shape[:2]
     head = lambda width, heads=form.heads: x.new_empty(batch, time, heads, width)  # noqa: E731
     o, kept = head(form.width), [x.new_empty(batch, time, weight.shape[0])]
-    kept += [head(form.width, form.kv_heads)] if form.context else []
+    kept += [head(form.mean + form.free, form.kv_heads)] if form.packs else []
+    kept += [head(form.free, form.kv_heads)] if form.apart else []
     lse = x.new_empty(batch, form.heads, time, dtype=torch.float32)
     if not form.free:
         return [o, *kept, *([head(form.width)] if form.gated else []), lse]
-    summed = form.mean + form.free
     beta, scheme = lse.new_empty(form.kv_heads, form.free), lse.new_empty(batch, 2, form.kv_heads * form.free)
     flags = lse.new_empty(batch, form.heads, -(-time // rows_of_tile(form)), dtype=torch.int32)
-    return [o, *kept, head(summed, form.kv_heads), beta, scheme, flags, head(summed), lse]
+    return [o, *kept, beta, scheme, flags, head(form.mean + form.free), lse]
 
 
 @operator(f"mixed_read_backward(Tensor grad, {_MIXED_INPUTS}, Tensor[] kept, {_OPTIONS}) -> Tensor[]", waits=False)
@@ -365,9 +332,7 @@ def _(grad, *inputs):
     x, weight, bias, scale, inner_up, inner_bias, outer_up, outer_bias, theta = inputs[: _TENSORS - 2]
     ups = [[up for up in one if up is not None] for one in ((inner_up, outer_up), (inner_bias, outer_bias))]
     shapes = [*(y.shape for y in (x, weight, bias, scale) if y is not None), *((len(y), *y[0].shape) for y in ups if y)]
-    return [x.new_empty(shape) for shape in shapes] + (
-        [] if theta is None else [theta.new_empty(theta.shape, dtype=torch.float32)]
-    )
+    return [x.new_empty(shape) for shape in shapes] + ([] if theta is None else [theta.new_empty(theta.shape)])
 
 
 def _save(ctx, inputs, output):

@@ -1,0 +1,65 @@
+"""The doubtful free energies of a fused softmax layer, those that R does not prove: their kernels' launches."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fem.ops.softmax.fused import doubt_kernels as kernels
+from fem.ops.softmax.fused.layer_form import SPANS, Form, Sizes, row_stride, strides
+
+
+def settle(q, k, f, lse, out, scheme, beta, exact, flags, gates, ups, o, scale, eps, form: Form, sizes: Sizes):
+    """Compute the doubtful free energies: write them to `exact`, or where that is o, mixed and gated, to o."""
+    kernels.doubtful_rows_kernel[sizes.spans](
+        q, k, f, lse, out, scheme, beta, exact, flags, *gates, *ups, o, q.shape[1], sizes.tiles, scale, eps,
+        *map(row_stride, (q, k)), *strides(f), *map(row_stride, gates), **sizes.doubt, SHARED=form.shared,
+        GATED=form.gated, MIXED=exact is o, RANK=form.rank, COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
+    )  # fmt: skip
+
+
+class Doubt(NamedTuple):
+    """What the gradient of a free energy needs of its entries that R does not prove, and what tiles give theta."""
+
+    exact: Float[Tensor, "b t h df"]  # float32: bfloat16 would lose what theta's gradient is made of
+    d_free: Float[Tensor, "b t h df"]
+    tilted: Float[Tensor, "n df"]
+    query_parts: Float[Tensor, "nq df"]  # parts of tilted
+    value_parts: Float[Tensor, "nv df"]
+
+    @classmethod
+    def of(cls, q: Tensor, beta: Tensor, form: Form, sizes: Sizes) -> Doubt:
+        exact = torch.empty(*q.shape[:3], form.free, dtype=torch.float32, device=q.device)
+        counts = [math.prod(grid) for grid in (sizes.reads, sizes.values)]
+        tilted = beta.new_empty(sum(counts), form.free)
+        return cls(exact, torch.empty_like(exact, dtype=q.dtype), tilted, *tilted.split_with_sizes(counts))
+
+    def theta_parts(self, form: Form) -> Float[Tensor, "n hkv df"]:
+        """What all tiles give theta, of queries and of values."""
+        if form.heads == form.kv_heads:
+            return self.tilted.view(-1, form.kv_heads, form.free)
+        by_groups = self.query_parts.view(-1, form.kv_heads, form.heads // form.kv_heads, form.free).sum(2)
+        return torch.cat([by_groups, self.value_parts.view(-1, form.kv_heads, form.free)])
+
+
+def through_doubt(
+    d_q, d_k, d_v, known, flags, doubtful: Doubt, form: Form, scale: float, sizes: Sizes
+) -> Int[Tensor, "b hkv"]:
+    """Add to d_q and d_k what goes through doubtful entries, and where that is raised write it to d_v's f."""
+    (q, k, f, *_), d_f = known, d_v[..., form.width - form.free :]
+    batch, time = q.shape[:2]
+    exact, d_free, _, query_parts, _ = doubtful
+    inputs, rows = (*known, exact, flags, d_free), (*map(row_stride, (q, k)), *strides(f))
+    raised = flags.new_empty(batch, form.kv_heads)
+    kernels.doubtful_queries_backward_kernel[sizes.spans](
+        *inputs, d_q, query_parts, time, sizes.tiles, scale, *rows, row_stride(d_q), **sizes.doubt, FLAGS=sizes.flags
+    )
+    kernels.doubtful_keys_backward_kernel[(form.kv_heads, SPANS, batch)](
+        *inputs, d_k, d_f, raised, time, sizes.tiles, scale, *rows, row_stride(d_k), *strides(d_f), **sizes.doubt,
+        FLAGS=sizes.group_flags,
+    )  # fmt: skip
+    return raised
