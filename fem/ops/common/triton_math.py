@@ -13,6 +13,14 @@ NO_FRACTION = tl.constexpr(8388608.0)  # 2^23: float32 has no fractions from her
 
 
 @triton.jit
+def dot(left, right, total):
+    """total + left right, in float32."""
+    if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
 def exp_minus_1(z):
     """exp(z) - 1 for |z| <= 1, by its series, to float32's rounding."""
     total = 1.0 + z * (1 / 11)

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from fem.ops.common.triton_math import (
-    INTERPRETED,
     LEAST_PROVEN,
+    dot,
     energy,
     exact_softplus,
     gate,
@@ -57,9 +57,7 @@ def product(x, token, rows, x_row, weight, head, width: tl.constexpr, INNER: tl.
         left = tl.load(x + token * x_row + inner[None], rows[:, None] & (inner < INNER)[None], other=0.0)
         right = weight + (head * width + column)[None] * INNER + inner[:, None]
         right = tl.load(right, (column < width)[None] & (inner < INNER)[:, None], other=0.0)
-        if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16
-            left, right = left.to(tl.float32), right.to(tl.float32)
-        total = tl.dot(left, right, total, input_precision="ieee")
+        total = dot(left, right, total)
     return total
 
 
