@@ -173,8 +173,8 @@ def _first_maps(layer) -> list[nn.Module]:
     """The maps that read the layer's features, in the order of the product's columns."""
     gates = [projection for projection in (layer.gate.inner, layer.gate.outer) if projection is not None]
     gates = [gate.down if isinstance(gate, SlimProjection) else gate for gate in gates]
-    decay = [layer.prior.decay] if isinstance(layer.prior, GatedLinearPrior) else []
-    return [layer.prior.query, layer.prior.key, layer.value, *gates, *decay]
+    query, key, *decay = layer.prior.maps()
+    return [query, key, layer.value, *gates, *decay]
 
 
 @torch.compiler.assume_constant_result

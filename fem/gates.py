@@ -88,8 +88,8 @@ class TwoLevelGate(nn.Module):
             if gate is not None:
                 nn.init.normal_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight, std=1e-7)
 
-    def forward(self, features: Float[Tensor, "*t f"], read: Read) -> Float[Tensor, "*t h d"]:
-        """o = g ((1 - lambda) mean + lambda F).                                                          (Eq. 11)"""
+    def forward(self, features: Float[Tensor, "*t f"] | list[Tensor | None], read: Read) -> Float[Tensor, "*t h d"]:
+        """o = g ((1 - lambda) mean + lambda F), of the features or of the gates' logits.                (Eq. 11)"""
         inner, outer = self._logits(features)
         if not self.per_head and by_kernels(*read, inner, outer, differentiable=True):
             from fem.ops.common.token_kernels import gated  # by Triton, which the library does not require
@@ -113,7 +113,9 @@ class TwoLevelGate(nn.Module):
         by_hand = differentiated(a, u) and not (self.per_head or torch.compiler.is_compiling() or transformed(a, u))
         return _Gated.apply(a, u, self.config.eps) if by_hand and a.dtype == u.dtype else self._gate(a).to(u.dtype) * u
 
-    def _logits(self, features: Float[Tensor, "*t f"]) -> list[Float[Tensor, "*t h_d"] | None]:
+    def _logits(self, features: Float[Tensor, "*t f"] | list[Tensor | None]) -> list[Float[Tensor, "*t h_d"] | None]:
+        if isinstance(features, list):  # of one token they are known (`fem.token_maps`)
+            return features
         return [None if gate is None else gate(features) for gate in (self.inner, self.outer)]
 
     def _by_heads(self, logits: Float[Tensor, "*t h_d"]) -> Float[Tensor, "*t h d"]:

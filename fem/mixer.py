@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem import fused_layer
+from fem import fused_layer, token_maps
 from fem.call import Call, unknown_argument
 from fem.conditioner import TimeDecayConditioner
 from fem.config import FreeEnergyMixerConfig, build_config
@@ -81,8 +81,9 @@ class FreeEnergyMixer(FreeEnergyLayer):
         f, hidden = self.features(call.x, call.tokens, call.hidden)  # [x, h]                     Eq. 33
         found = fused_layer.mixed(self, call, f)  # the next two lines in few launches, where they can
         if found is None:
-            read = lambda v, beta, free: self.prior(f, v, beta, call.tokens, call.memory, free)  # noqa: E731  Eq. 4
-            found = self.mixed(f, self.modulated(call.x, f), read)  # g ((1 - lambda) mean + lambda F)       Eq. 7, 11
+            p, v, g = token_maps.columns(self, f) or (f, self.modulated(call.x, f), f)
+            read = lambda v, beta, free: self.prior(p, v, beta, call.tokens, call.memory, free)  # noqa: E731  Eq. 4
+            found = self.mixed(g, v, read)  # g ((1 - lambda) mean + lambda F)                               Eq. 7, 11
         o, memory = found
         return call.close(self.projected(o), memory, hidden)
 
@@ -100,8 +101,9 @@ class FreeEnergyMixer(FreeEnergyLayer):
         skips, and its state before; the state after is returned.
         """
         f, hidden = self.features(x, tokens, hidden)
-        q, k = self.prior.queries_and_keys(f, position)
-        o, _ = self.mixed(f, self.modulated(x, f), lambda *values: (attention(q, k, *values), None))
+        p, v, g = token_maps.columns(self, f) or (f, self.modulated(x, f), f)
+        q, k = self.prior.queries_and_keys(p, position)
+        o, _ = self.mixed(g, v, lambda *values: (attention(q, k, *values), None))
         return self.projected(o), hidden
 
     def features(
@@ -112,9 +114,12 @@ class FreeEnergyMixer(FreeEnergyLayer):
 
     def modulated(self, x: Float[Tensor, "b t d"], features: Float[Tensor, "b t f"]) -> Float[Tensor, "b t h dv"]:
         """v (1 + eta_v), all values of a head side by side.                                          (Eq. 34b)"""
-        v = self.value(x)
-        if self.value_scale is not None:
-            v = torch.addcmul(v, v, self.value_scale(features[..., self.config.n_embd :]))
+        scale = None if self.value_scale is None else self.value_scale(features[..., self.config.n_embd :])
+        return self.scaled(self.value(x), scale)
+
+    def scaled(self, v: Float[Tensor, "b t _"], scale: Float[Tensor, "b t _"] | None) -> Float[Tensor, "b t h dv"]:
+        """`modulated` of v and eta_v."""
+        v = v if scale is None else torch.addcmul(v, v, scale)
         return torch.unflatten(v, -1, (-1, self.config.value_width))
 
     @torch.no_grad()

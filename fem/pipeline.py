@@ -33,13 +33,13 @@ class FreeEnergyLayer(AsksNoDecay, nn.Module):
 
     def mixed(
         self,
-        features: Float[Tensor, "b t f"],
+        features: Float[Tensor, "b t f"] | list[Tensor | None],
         v: Float[Tensor, "b i hkv dv"],
         read: Callable[[Tensor, Tensor | None, Tensor | None], tuple[Read, Any]],
     ) -> tuple[Float[Tensor, "b t h d"], Any]:
         """g ((1 - lambda) mean + lambda F), with (mean, F), memory = read(values, beta, free_values); and the memory.
 
-        lambda and g are of the features.                                                          (Eq. 4, 7, 10, 11)
+        lambda and g are of the features, or of their logits.                                      (Eq. 4, 7, 10, 11)
         """
         beta = self.temperature(v)
         v, free_values = self.pair(v, beta)

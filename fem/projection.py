@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,11 @@ class Projection(nn.Linear):
         )
 
     qconfig = property(fset=_warn)  # which torch.ao sets on every module, but it quantises nn.Linear itself only
+
+
+def mapped(maps: Sequence[nn.Module], features: Tensor | list[Tensor]) -> list[Tensor]:
+    """What each map makes of the features; a list has it already, of one token (`fem.token_maps`)."""
+    return features if isinstance(features, list) else [one(features) for one in maps]
 
 
 def check_tokens(name: str, x: Tensor, axes: str, width: int, projection: nn.Module) -> None:

@@ -10,7 +10,7 @@ from fem.priors.operator import OperatorPrior
 from fem.priors.rnn import RNNDecayPrior, RNNSoftmaxPrior
 from fem.priors.softmax import SoftmaxPrior
 
-_OURS = [SoftmaxPrior, LinearPrior, GatedLinearPrior, RNNSoftmaxPrior, RNNDecayPrior, MambaPrior, InteractiveMambaPrior]
-PRIORS |= {prior.name: prior for prior in _OURS}
+OURS = [SoftmaxPrior, LinearPrior, GatedLinearPrior, RNNSoftmaxPrior, RNNDecayPrior, MambaPrior, InteractiveMambaPrior]
+PRIORS |= {prior.name: prior for prior in OURS}
 
 __all__ = ["PRIORS", "OperatorPrior", "Prior"]

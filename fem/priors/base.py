@@ -54,6 +54,10 @@ class Prior(nn.Module, ABC):
         """The prior's linear weights in a layer of `config`."""
         return self.widths(config).linear
 
+    def maps(self) -> list[nn.Module]:
+        """The linear maps of the features, for which `read` may get what they made of one token (`fem.token_maps`)."""
+        return []
+
     @abstractmethod
     def read(
         self,

@@ -15,6 +15,7 @@ from fem.ops.common.precision import upcast
 from fem.ops.linear_attention.linear_attention_read import by_kernels_of_fla, linear_attention_read
 from fem.prior_table import ROWS, gla_decay_width
 from fem.priors.base import Prior
+from fem.projection import mapped
 
 
 class FeatureMapPrior(Prior):
@@ -27,15 +28,18 @@ class FeatureMapPrior(Prior):
         self.query = self.project(config.qk_dim)
         self.key = self.project(config.qk_dim)
 
+    def maps(self):
+        return [self.query, self.key]
+
     @abstractmethod
-    def log_decay(self, features: Float[Tensor, "b t f"]) -> Tensor | None:
-        """g <= 0, per head (B, T, H) or per key channel (B, T, H, d_k); None: no decay."""
+    def log_decay(self, *logits: Float[Tensor, "b t _"]) -> Tensor | None:
+        """g <= 0 of a third map, per head (B, T, H) or per key channel (B, T, H, d_k); None: no decay."""
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
-        heads = (-1, self.config.key_width)
-        q, k = (projection(features).unflatten(-1, heads) for projection in (self.query, self.key))
+        q, k, *logits = mapped(self.maps(), features)
+        q, k = (x.unflatten(-1, (-1, self.config.key_width)) for x in (q, k))
         q, k = self.phi(q, k, tokens.position)
-        inputs = (q, k, v, beta, self.log_decay(features))
+        inputs = (q, k, v, beta, self.log_decay(*logits))
         return self.scan(linear_attention_read, *inputs, tokens=tokens, memory=memory, free_values=free_values)
 
     def phi(self, q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t h d"], position: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +67,7 @@ class LinearPrior(FeatureMapPrior):
 
     widths = staticmethod(ROWS["linear"].widths)
 
-    def log_decay(self, features):
+    def log_decay(self):
         return None
 
 
@@ -81,8 +85,11 @@ class GatedLinearPrior(FeatureMapPrior):
         super().__init__(config)
         self.decay = self.project(gla_decay_width(config))
 
-    def log_decay(self, features):
-        decay = log_decay(self.decay(features))
+    def maps(self):
+        return [*super().maps(), self.decay]
+
+    def log_decay(self, logits):
+        decay = log_decay(logits)
         if self.config.decay == "channel":
             return decay.unflatten(-1, (-1, self.config.key_width))
         return decay.expand(-1, -1, self.config.n_head) if self.config.decay == "scalar" else decay

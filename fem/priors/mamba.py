@@ -18,6 +18,7 @@ from fem.ops.ssm.ssm_read import ssm_read, ssm_terms
 from fem.optim import mark_undecayed
 from fem.prior_table import ROWS
 from fem.priors.base import Prior, indicators, twice
+from fem.projection import mapped
 
 LONGEST_MEMORY = 512  # tokens after which the slowest state of a new layer has lost half
 
@@ -49,14 +50,17 @@ class SelectiveSSM(nn.Module):
         self.a.copy_(_inverse_softplus(rates).expand_as(self.a))
         self.d.copy_(_inverse_softplus(torch.ones_like(self.d)))
 
-    def forward(self, features: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
+    def maps(self) -> list[nn.Module]:
+        return [self.delta, self.b, self.c]
+
+    def forward(self, features: Tensor | list[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
         """Delta (B, T, H, d_v), A (H, d_v, N), B and C (B, T, N), D (H, d_v), and the logarithms of Delta, B and C.
 
         Features far out make a softplus underflow to 0 in float32, while its logarithm is still exact.
         """
-        delta, b, c = (project(features) for project in (self.delta, self.b, self.c))
+        delta, b, c = mapped(self.maps(), features)
         delta = delta.unflatten(-1, self.d.shape)
-        if features.shape[1] == 1 and by_kernels(delta, b, c, self.a, self.d):
+        if delta.shape[1] == 1 and by_kernels(delta, b, c, self.a, self.d):
             from fem.ops.ssm.ssm_token import ssm_numbers  # by Triton, which the library does not require
 
             return ssm_numbers(delta, self.a, b, c, self.d)
@@ -77,6 +81,9 @@ class MambaPrior(Prior):
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
         self.ssm = SelectiveSSM(config, self.project)
+
+    def maps(self):
+        return self.ssm.maps()
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
         (delta, a, b, c, d), (log_delta, log_b, log_c) = self.ssm(features)
@@ -106,6 +113,9 @@ class InteractiveMambaPrior(Prior):
         self.mixing = nn.Parameter(torch.empty(config.n_head, config.value_width, config.value_width))
         self.reset_parameters()
         mark_undecayed(self)
+
+    def maps(self):
+        return self.ssm.maps()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -7,6 +7,7 @@ from fem.ops.channel_scan.channel_scan_read import channel_scan_read
 from fem.prior_table import ROWS
 from fem.priors.base import Prior, twice
 from fem.priors.linear_attention import log_decay
+from fem.projection import mapped
 
 
 class RNNSoftmaxPrior(Prior):
@@ -20,8 +21,12 @@ class RNNSoftmaxPrior(Prior):
         super().__init__(config)
         self.log_weight = self.project(config.fem_dim)
 
+    def maps(self):
+        return [self.log_weight]
+
     def read(self, features, v, beta, tokens, memory, free_values=None):
-        log_weight = self.log_weight(features).unflatten(-1, (-1, self.config.value_width))
+        (log_weight,) = mapped(self.maps(), features)
+        log_weight = log_weight.unflatten(-1, (-1, self.config.value_width))
         log_weight = twice(log_weight, v, free_values, -1)
         return self.scan(channel_scan_read, log_weight, v, beta, tokens=tokens, memory=memory, free_values=free_values)
 
@@ -37,7 +42,11 @@ class RNNDecayPrior(Prior):
         super().__init__(config)
         self.decay = self.project(config.fem_dim)
 
+    def maps(self):
+        return [self.decay]
+
     def read(self, features, v, beta, tokens, memory, free_values=None):
-        decay = log_decay(self.decay(features)).unflatten(-1, (-1, self.config.value_width))
+        (logits,) = mapped(self.maps(), features)
+        decay = log_decay(logits).unflatten(-1, (-1, self.config.value_width))
         decay = twice(decay, v, free_values, -1)
         return self.scan(channel_scan_read, None, v, beta, decay, tokens=tokens, memory=memory, free_values=free_values)

@@ -15,6 +15,7 @@ from fem.ops.softmax.softmax_read import softmax_read
 from fem.prior_table import ROWS
 from fem.priors.base import Prior
 from fem.priors.kv_cache import append, packing_of, within_window
+from fem.projection import mapped
 
 
 class SoftmaxPrior(Prior):
@@ -42,13 +43,15 @@ class SoftmaxPrior(Prior):
         if not config.normalize:  # of a prior under another name: the configuration knows this one's
             raise ValueError("normalize=False is for scan priors; a softmax prior is normalised by definition.")
 
+    def maps(self):
+        return [self.query, self.key]
+
     def queries_and_keys(
-        self, features: Float[Tensor, "b t f"], position: Tensor
+        self, features: Float[Tensor, "b t f"] | list[Tensor], position: Tensor
     ) -> tuple[Float[Tensor, "b t h d"], Float[Tensor, "b t hkv d"]]:
         """q and k, rotated by position (T) or (B, T)."""
-        config = self.config
-        q = torch.unflatten(self.query(features), -1, (-1, config.key_width))
-        k = torch.unflatten(self.key(features), -1, (-1, config.key_width))
+        width = self.config.key_width
+        q, k = (torch.unflatten(x, -1, (-1, width)) for x in mapped(self.maps(), features))
         return self.rotated((q, k), position)
 
     def read(self, features, v, beta, tokens, memory, free_values=None):

@@ -113,11 +113,12 @@ def tokens() -> torch.Tensor:
 
 
 def registers(values: str) -> dict[str, tuple[int, int]]:
-    """Registers and spilt bytes of every kernel that a train step and a token of a layer with such values launch."""
+    """Registers and spilt bytes of every kernel that a train step and tokens of a layer with such values launch."""
+    torch._dynamo.reset()
     layer = build(**REGISTERS[values])
     sizes = [layer.config.free_width] if layer.config.free_share is None else [layer.config.free_width] * 2
     assert values.split(", ")[-1] == " + ".join(map(str, sizes)), sizes
-    return card.registers(lambda: (train(layer, tokens(), warm=0), decode(layer, "eager")))
+    return card.registers(lambda: (train(layer, tokens(), warm=0), *(decode(layer, mode) for mode in MODES)))
 
 
 def table(record: dict) -> str:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fem import FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer
-from fem.ops.common import joined, part_kernels
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer, token_maps
+from fem.ops.common import joined, part_kernels, row_maps
 from fem.ops.linear_attention import kernel_read
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as kernels
@@ -297,6 +297,64 @@ def test_a_second_derivative_of_softmax_is_refused(monkeypatch):
     fused_on_cpu.install(monkeypatch)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+TOKENS = {prior: {"prior_type": prior, "qk_dim": None} for prior in PRIORS} | {
+    "slim": {"gate_rank": 4},
+    "slim, conditioner": {"gate_rank": 4, "use_conv": True, "n_kv_head": 1},
+    "slim gates of rank 17": {"gate_rank": 17},
+    "a gate of each head": {"gate_rank": 0, "use_temperature": False},
+    "attention": PARTS_OFF,
+}
+
+
+def counted(monkeypatch) -> list[int]:
+    """Let float32 layers on a CPU take the maps of a token, whose number in each launch is listed."""
+    launches, maps = [], row_maps.row_maps
+    fused_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(token_maps, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(row_maps, "row_maps", lambda *given: launches.append(len(given[0])) or maps(*given))
+    return launches
+
+
+@pytest.mark.parametrize("name", TOKENS)
+@torch.no_grad()
+def test_the_maps_of_one_token_are_one_launch(name, monkeypatch):
+    layer, x = build(TOKENS[name]), torch.randn(3, 9, 20)
+    wanted = exact(layer)(x.double())[:, 8:]
+    _, state = layer(x[:, :8], return_state=True)
+    launches = counted(monkeypatch)
+    y, _ = layer(x[:, 8:], state=state, return_state=True)
+    assert len(launches) == 1
+    assert (y - wanted).norm() < 2e-5 * wanted.norm()
+
+
+def hooked(layer):
+    layer.value.register_forward_hook(lambda *inputs: None)
+
+
+def adapted(layer):
+    layer.prior.query = torch.nn.Sequential(layer.prior.query)
+
+
+PLAIN = {"a hook": (hooked, 2, 1), "an adapter": (adapted, 2, 1), "rows": (lambda layer: None, 65, 1),
+         "tokens": (lambda layer: None, 2, 2), "float64": (lambda layer: layer.double(), 2, 1)}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", PLAIN)
+def test_one_token_has_maps_of_its_own_only_where_they_are_plain(why, monkeypatch):
+    (change, rows, time), layer = PLAIN[why], build({})
+    counted(monkeypatch)
+    x = torch.randn(rows, time, 20)
+    assert token_maps.columns(layer, x[:2, :1]) is None  # under gradients
+    with torch.no_grad():
+        assert token_maps.columns(layer, x[:2, :1]) is not None
+        with monkeypatch.context() as eager:
+            eager.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+            assert token_maps.columns(layer, x[:2, :1]) is None
+        change(layer)
+        assert token_maps.columns(layer, x.to(layer.output.weight.dtype)) is None
 
 
 class Nothing:

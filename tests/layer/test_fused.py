@@ -27,6 +27,11 @@ def test_linear_attention_reads_as_the_definition_does():
 
 
 @needs_triton
+def test_the_maps_of_one_token_are_those_of_the_layer():
+    run_cases(CASES, "one_token")
+
+
+@needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_case_in_the_interpreter():

@@ -1,7 +1,7 @@
 """One token's kernels in Triton's interpreter: `python token_in_triton.py`.
 
 Prints the largest error of each case in units of the largest value: of a read beside its definition in float64, of
-gates and rotation beside PyTorch's own operations.
+gates and rotation beside PyTorch's own operations, of maps beside their products in float64.
 """
 
 import json
@@ -13,6 +13,7 @@ from fem import FreeEnergyMixerConfig
 from fem.gates import TwoLevelGate
 from fem.ops.common import rope
 from fem.ops.common.read import Read
+from fem.ops.common.row_maps import row_maps
 from fem.ops.common.token_kernels import append_token, gated, rotated_token
 from fem.ops.softmax import one_query_kernels
 
@@ -142,6 +143,22 @@ def of_cache(lie) -> float:
     return max(map(far, caches, wanted))
 
 
+def of_maps(rows: int, dtype: torch.dtype) -> float:
+    """Of maps of unlike widths: of a whole input, its start and its end; as one matrix or two; with a bias or without;
+    of inputs that lie among others, and weights that are rows of a larger one."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, 3, 333).to(dtype)[:, 1:2, :300], torch.randn(900, 300).to(dtype)
+    inputs, full = [x, x, x[..., 280:], x, x], lambda *shape: torch.randn(shape).to(dtype)
+    weights = [weight[:16], full(816, 280), full(1, 20), weight[20:28], weight[30:46]]
+    ups, biases = [None, None, None, full(50, 8), full(7, 16)], [None, full(816), full(1), full(50), None]
+    wanted = []
+    for x, w, up, bias in zip(inputs, weights, ups, biases):
+        y = x[..., : w.shape[1]].double() @ w.double().T
+        y = y if up is None else y.to(dtype).double() @ up.double().T
+        wanted.append(y if bias is None else y + bias)
+    return max(map(far, row_maps(inputs, weights, ups, biases), wanted))
+
+
 GATES = {
     "both gates": {},
     "split values": {"free_share": 0.5},
@@ -156,10 +173,18 @@ ROTATIONS = {
     "rotation in bfloat16": (torch.bfloat16, [[5], [70000]]),
 }
 
+MAPS = {
+    "of 1 row": (1, torch.float32),
+    "of 17 rows": (17, torch.float32),
+    "of 64 rows: bfloat16": (64, torch.bfloat16),
+    "of 5 rows: float16": (5, torch.float16),
+}
+
 if __name__ == "__main__":
     errors = {name: of_read(case) for name, case in READS.items()}
     errors |= {name: of_gates(fields) for name, fields in GATES.items()}
     errors |= {name: of_rotation(*turn) for name, turn in ROTATIONS.items()}
+    errors |= {f"maps {name}": of_maps(*case) for name, case in MAPS.items()}
     errors |= {
         "a token's cache": of_cache(lambda x: x),
         "of parts": of_cache(lambda x: torch.cat([x, x], -1).chunk(2, -1)[0]),

@@ -14,6 +14,14 @@ NO_FRACTION = tl.constexpr(8388608.0)  # 2^23: float32 has no fractions from her
 
 
 @triton.jit
+def dot(left, right, total):
+    """total + left right, in float32."""
+    if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
 def exp_minus_1(z):
     """exp(z) - 1 for |z| <= 1, by its series, to float32's rounding."""
     total = 1.0 + z * (1 / 11)
@@ -126,7 +134,5 @@ def product(x, token, rows, x_row, weight, head, width: tl.constexpr, INNER: tl.
         left = tl.load(x + token * x_row + inner[None], rows[:, None] & (inner < INNER)[None], other=0.0)
         right = weight + (head * width + column)[None] * INNER + inner[:, None]
         right = tl.load(right, (column < width)[None] & (inner < INNER)[:, None], other=0.0)
-        if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16
-            left, right = left.to(tl.float32), right.to(tl.float32)
-        total = tl.dot(left, right, total, input_precision="ieee")
+        total = dot(left, right, total)
     return total
