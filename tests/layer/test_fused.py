@@ -117,12 +117,11 @@ def test_only_what_the_fused_form_computes_fits(there, case):
 
 
 @needs_triton
-@pytest.mark.parametrize("said", ["fem.ops.linear_attention.kernel_read.miscompiled", "torch.compiler.is_compiling"])
-def test_a_scan_is_not_fused_in_a_graph_and_where_triton_miscompiles_it(there, monkeypatch, said):
+def test_a_scan_is_not_fused_where_triton_miscompiles_it(there, monkeypatch):
     layer = build(prior_type="linear")
     opened = call(layer, torch.randn(2, 5, 16).bfloat16())
     assert fused_layer.fits(layer, opened)
-    monkeypatch.setattr(said, lambda *device: True)
+    monkeypatch.setattr("fem.ops.linear_attention.kernel_read.miscompiled", lambda device: True)
     assert not fused_layer.fits(layer, opened)
 
 
