@@ -50,7 +50,9 @@ def build(width: int = WIDTH, heads: int = HEADS, **fields) -> FreeEnergyMixer:
 
 
 def prepared(name: str, mode: str) -> tuple[FreeEnergyMixer, Callable, torch.Tensor]:
-    """A layer of the table, how it is called, and its input."""
+    """A layer of the table, how it is called, and its input, in a memory without blocks that other layers have left."""
+    gc.collect()
+    torch.cuda.empty_cache()
     layer, x = build(**LAYERS[name]), tokens()
     if mode == BFLOAT16:
         layer, x = layer.bfloat16(), x.detach().bfloat16().requires_grad_()
@@ -96,7 +98,6 @@ def rows(names: list[str]) -> Iterator[dict]:
     for name in names:
         for mode in (*MODES, BFLOAT16) if name in (*FUSED, "linear", "gla") else MODES:
             torch._dynamo.reset()
-            gc.collect()
             layer, call, x = prepared(name, mode)
             row = {"layer": name, "mode": mode}
             try:
