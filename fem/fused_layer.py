@@ -5,6 +5,8 @@ A softmax layer is read by `fem.ops.softmax.fused`, linear attention and GLA by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -34,12 +36,16 @@ def fits(layer, call: Call) -> bool:
         return False
     slim = [gate for gate in (layer.gate.inner, layer.gate.outer) if isinstance(gate, SlimProjection)]
     scale = [] if layer.value_scale is None else [layer.value_scale]
-    if not all(map(plain_map, [*_first_maps(layer), *scale, *(gate.up for gate in slim)])):
-        return False
-    if any(gate.down.bias is not None for gate in slim):
-        return False
     beta = [] if layer.beta is None else [layer.beta]
-    return plain_tensors(*(b.theta for b in beta)) and not any(map(watched, [layer.prior, layer.gate, *slim, *beta]))
+    parts = [layer.prior, layer.gate, *beta]
+    return plain_tensors(*(b.theta for b in beta)) and untouched([*_first_maps(layer), *scale], slim, parts)
+
+
+def untouched(maps: Sequence[nn.Module], slim: Sequence[SlimProjection], parts: Sequence[nn.Module]) -> bool:
+    """Whether maps and slim gates, whose first maps are among them, are as the library built them, and nobody watches
+    them or the parts around them."""
+    plain = all(map(plain_map, [*maps, *(gate.up for gate in slim)])) and all(gate.down.bias is None for gate in slim)
+    return plain and not any(map(watched, [*parts, *slim]))
 
 
 def _softmax_reads(layer, call: Call) -> bool:

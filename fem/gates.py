@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.backend import by_kernels, differentiated, transformed
 from fem.ops.common.operator import again_differentiable
-from fem.ops.common.precision import softplus, upcast
+from fem.ops.common.precision import normed_softplus, softplus, upcast
 from fem.ops.common.read import Read
 from fem.optim import mark_undecayed
 from fem.projection import Projection
@@ -125,7 +125,7 @@ class TwoLevelGate(nn.Module):
         return None if logits is None else self._by_heads(logits).sigmoid()
 
     def _gate(self, a: Float[Tensor, "*t h d"]) -> Float[Tensor, "*t h d"]:
-        return F.softplus(a) / math.log(2) if self.per_head else _normed(a, self.config.eps)
+        return F.softplus(a) / math.log(2) if self.per_head else normed_softplus(a, self.config.eps)
 
     def mix(self, read: Read, lambda_: Tensor | None) -> Float[Tensor, "*t h d"]:
         """u = (1 - lambda) mean + lambda F; of split values [mean, F]; else F, or the mean without it.       (Eq. 7)"""
@@ -135,12 +135,6 @@ class TwoLevelGate(nn.Module):
         if self.config.free_share is not None:
             return torch.cat([mean, free_energy], -1)
         return free_energy if lambda_ is None else torch.lerp(mean, free_energy, lambda_.to(mean.dtype))
-
-
-def _normed(a: Float[Tensor, "*t h d"], eps: float) -> Float[Tensor, "*t h d"]:
-    """g = RMSNorm_per_head(softplus(a))."""
-    s = F.softplus(a)
-    return s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps)
 
 
 class _Gated(torch.autograd.Function):
@@ -161,7 +155,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx, grad):
         a, u, s, r = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *again_differentiable(lambda a, u: [_normed(a, ctx.eps) * u], (a, u), [grad]), None
+            return *again_differentiable(lambda a, u: [normed_softplus(a, ctx.eps) * u], (a, u), [grad]), None
         h = grad * r
         du = h * s
         slope = (du.unsqueeze(-2) @ u.unsqueeze(-1))[..., 0].mul_(r).mul_(r)

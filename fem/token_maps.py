@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fem import fused_layer
 from fem.gates import SlimProjection
-from fem.ops.common.backend import differentiated, plain_map, plain_tensors, watched
+from fem.ops.common.backend import differentiated, plain_tensors
 from fem.ops.common.precision import product_dtype
 from fem.priors import OURS
 
@@ -38,11 +38,11 @@ def columns(
     slim = [one for one in gates if isinstance(one, SlimProjection)]
     maps = [*own, layer.value, *([] if scale is None else [scale]), *([one.down for one in slim] or gates)]
     whole, ups = len(maps) - len(slim), [one.up for one in slim]
-    if not all(map(plain_map, maps + ups)) or any(map(watched, [prior, gate, *slim])):
+    if not fused_layer.untouched(maps, slim, [prior, gate]):
         return None
     weights, biases = [one.weight for one in maps], [one.bias for one in maps[:whole] + ups]
     ups = [None] * whole + [one.weight for one in ups]
-    if not _fit(features, [*weights, *ups, *biases]) or (slim and any(one.down.bias is not None for one in slim)):
+    if not _fit(features, [*weights, *ups, *biases]):
         return None
     from fem.ops.common.row_maps import row_maps  # by Triton, which the library does not require
 

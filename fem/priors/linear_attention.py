@@ -13,6 +13,7 @@ from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.backend import by_kernels, plain_tensors
 from fem.ops.common.precision import upcast
 from fem.ops.linear_attention.linear_attention_read import by_kernels_of_fla, linear_attention_read
+from fem.ops.linear_attention.linear_log_space import log_decay
 from fem.prior_table import ROWS, gla_decay_width
 from fem.priors.base import Prior
 from fem.projection import mapped
@@ -93,8 +94,3 @@ class GatedLinearPrior(FeatureMapPrior):
         if self.config.decay == "channel":
             return decay.unflatten(-1, (-1, self.config.key_width))
         return decay.expand(-1, -1, self.config.n_head) if self.config.decay == "scalar" else decay
-
-
-def log_decay(logits: Tensor) -> Tensor:
-    """g = logsigmoid(logits) / 16 <= 0, in at least fp32."""
-    return F.logsigmoid(upcast(logits)) / 16

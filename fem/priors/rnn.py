@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.channel_scan.channel_scan_read import channel_scan_read
+from fem.ops.linear_attention.linear_log_space import log_decay
 from fem.prior_table import ROWS
 from fem.priors.base import Prior, twice
-from fem.priors.linear_attention import log_decay
 from fem.projection import mapped
 
 

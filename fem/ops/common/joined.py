@@ -52,6 +52,8 @@ def joined(
 
 
 class _Joined(torch.autograd.Function):
+    """W and b by one launch, whose gradients are views."""
+
     @staticmethod
     def forward(ctx, x, count, *maps):
         weights, biases = maps[:count], maps[count:]
@@ -61,11 +63,8 @@ class _Joined(torch.autograd.Function):
         ends, widths = tuple(accumulate(rows)), tuple(w.shape[1] for w in weights)
         with on(x.device):
             join_maps_kernel[sum(rows),](*given, ends, widths, weight, bias, inputs, triton.next_power_of_2(inputs))
-        ctx.dtype, ctx.shapes, ctx.biased = (
-            weights[0].dtype,
-            [w.shape for w in weights],
-            [b is not None for b in biases],
-        )
+        ctx.dtype, ctx.shapes = weights[0].dtype, [w.shape for w in weights]
+        ctx.biased = [b is not None for b in biases]
         return weight, bias
 
     @staticmethod

@@ -34,6 +34,12 @@ def softplus(x: Tensor, start: float = 0.0) -> Tensor:
     return F.softplus(upcast(x) + start if start else upcast(x))
 
 
+def normed_softplus(a: Tensor, eps: float) -> Tensor:
+    """RMSNorm(softplus(a)) along the last axis: the outer gate of a head."""
+    s = F.softplus(a)
+    return s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps)
+
+
 def product_dtype(x: Tensor) -> torch.dtype:
     """In which a layer's maps multiply x."""
     autocast = torch.is_autocast_enabled(x.device.type)

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.precision import upcast
+from fem.ops.common.precision import normed_softplus, upcast
 from fem.ops.common.rope import turned
 from fem.ops.common.scan import ScanCall
 from fem.ops.linear_attention.linear_attention_read import linear_attention_read
+from fem.ops.linear_attention.linear_log_space import log_decay
 
 
 class Form(NamedTuple):
@@ -100,13 +101,12 @@ def plain_mixed_read(*inputs) -> Float[Tensor, "b t h d"]:
     if form.free:
         beta = joint.new_ones(form.heads, form.free) if theta is None else F.softplus(upcast(theta) + start)
     v, f = (values, None) if form.shared or not form.free else form.pair(values)
-    g = None if decay is None else F.logsigmoid(upcast(decay)) / 16
+    g = None if decay is None else log_decay(decay)
     read = linear_attention_read(F.relu(q) + eps, F.relu(k) + eps, v, beta, g, f, call=ScanCall(backend="plain"))
     mean, free = map(upcast, read) if form.free else (upcast(read.mean), values[..., :0])
     logits = logits_of(gates, ups) if form.rank else gates
     inner, outer = (None if y is None else upcast(y).view_as(values) for y in logits)
     u = torch.cat([mean, free], -1) if inner is None else torch.lerp(mean, free, inner.sigmoid())
     if outer is not None:
-        s = F.softplus(outer)
-        u = s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps) * u
+        u = normed_softplus(outer, eps) * u
     return u.to(x.dtype)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.cells import cell_step, read_over_cells
+from fem.ops.common.precision import upcast
 from fem.ops.common.read import LOG_ZERO, Terms, log
 
 
@@ -35,6 +37,11 @@ def linear_step(memory: Terms, x: LinearInputs) -> tuple[Terms, Terms]:
     after = cell_step(memory, log(k).mT, None if g is None else g.mT, v, f, rate)
     read = read_over_cells(log(q).mT + after.log_weight, after.mean, after.free_energy, rate)
     return Terms(*(part.transpose(1, 2) for part in read)), after
+
+
+def log_decay(logits: Tensor) -> Tensor:
+    """g = logsigmoid(logits) / 16 <= 0, in at least fp32."""
+    return F.logsigmoid(upcast(logits)) / 16
 
 
 def decay(x: LinearInputs) -> Tensor | None:
