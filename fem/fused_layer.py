@@ -163,12 +163,12 @@ def _tensors(layer, x: Tensor, features: Tensor) -> tuple:
     maps, dtype = _first_maps(layer), product_dtype(x)
     biases = [projection.bias for projection in maps]
     biases = None if all(bias is None for bias in biases) else biases
-    cast = [features, None if layer.value_scale is None else layer.value_scale.weight]
+    others = [None if layer.value_scale is None else layer.value_scale.weight]
     for gate in (layer.gate.inner, layer.gate.outer):
-        cast += [gate.up.weight, gate.up.bias] if isinstance(gate, SlimProjection) else [None, None]
-    cast = [None if y is None else y.to(dtype).contiguous() for y in cast]
+        others += [gate.up.weight, gate.up.bias] if isinstance(gate, SlimProjection) else [None, None]
     theta = layer.beta.theta if layer.config.use_lse and layer.beta is not None else None
-    return [projection.weight for projection in maps], biases, *cast, theta, *_tables(layer.prior, x)
+    inputs = features.to(dtype).contiguous(), *others, theta, *_tables(layer.prior, x)
+    return [projection.weight for projection in maps], biases, *inputs
 
 
 def available(x: Tensor) -> bool:

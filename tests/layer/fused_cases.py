@@ -152,6 +152,24 @@ def test_tokens_go_on_from_a_fused_prefill(name, monkeypatch):
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_maps_are_joined_and_their_gradients_taken_apart(dtype, monkeypatch):
+    """As graphs do it, by operations of PyTorch: maps of fewer inputs, without a bias or a gradient, and casts."""
+    weights = [torch.randn(rows, inputs) for rows, inputs in ((5, 7), (4, 5), (3, 7))]
+    biases, others = [torch.randn(5), None, torch.randn(3)], [None, torch.randn(6, 2), torch.randn(9)]
+    leaves = [y.requires_grad_() for y in (weights[0], weights[1], biases[0], biases[2], *others[1:])]
+    found = []
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda answer=compiling: answer)
+        weight, bias, cast = joined.joined(torch.empty(2, 3, 7, dtype=dtype), weights, biases, others)
+        parts = [y for y in (weight, bias, *cast) if y is not None]
+        torch.manual_seed(1)
+        gradients = torch.autograd.grad(parts, leaves, [torch.randn(y.shape).to(y.dtype) for y in parts])
+        found.append([*parts, *gradients])
+    assert all(map(torch.equal, *found))
+    assert {y.dtype for y in found[0][:4]} == {dtype}
+
+
 def test_parts_of_any_number_are_summed():
     parts = torch.randn(130, 3, 7)
     torch.testing.assert_close(part_kernels.summed(parts, torch.float32), parts.sum(0))

@@ -60,8 +60,9 @@ def fused_condition(
 ) -> tuple[Tensor, Tensor]:
     """[x, h] and h~_T by the kernels: h is `plain_condition` of project(norm_in(x))."""
     first = (None, None, 0.0) if type(norm_in) is nn.Identity else (norm_in.weight, norm_in.bias, norm_in.eps)
-    weights = *first[:2], project.weight, project.bias, norm.weight, norm.bias
-    inputs = x, *weights, hidden, tokens.keep, tokens.start, first[2], norm.eps, product_dtype(x), *form
+    dtype = product_dtype(x)
+    weights = *first[:2], project.weight.to(dtype), project.bias, norm.weight, norm.bias
+    inputs = x, *weights, hidden, tokens.keep, tokens.start, first[2], norm.eps, dtype, *form
     features, last, *_ = _operator(*inputs) if torch.compiler.is_compiling() else _Condition.apply(*inputs)
     return features, last
 
@@ -102,7 +103,7 @@ def _forward(
         kernels.normalize_kernel[(-(-rows // tile["ROWS"]),)](
             x, in_weight, in_bias, normed, features, rows, features.shape[2], in_eps, width=inputs, **tile
         )
-        projected = F.linear(normed, map_weight.to(dtype), None if map_bias is None else map_bias.to(dtype))
+        projected = F.linear(normed, map_weight, None if map_bias is None else map_bias.to(dtype))
         summaries = last.new_empty(sizes.batch, sizes.chunks, 2, sizes.width)
         if sizes.chunks > 1:
             kernels.sum_chunks_kernel[sizes.grid](projected, keep, start, summaries, *sizes.count, **sizes.shape)
@@ -148,7 +149,7 @@ def _backward(
             parts.shape[1], **sizes.ends, **sizes.shape,
         )  # fmt: skip
         flat = d_projected.flatten(0, 1)
-        d_normed = flat @ map_weight.to(flat.dtype)
+        d_normed = flat @ map_weight
         kernels.normalize_backward_kernel[sizes.grid](
             d_normed, grad, x, in_weight, d_x, parts[:, 5 * sizes.width :], rows, -(-rows // (programs * tile["ROWS"])),
             row, parts.shape[1], in_eps, width=inputs, **tile,

@@ -54,8 +54,8 @@ def mixed_read(
     if surplus:
         weights = [*weights, weights[0].new_zeros(surplus, weights[0].shape[1])]
         biases = None if biases is None else [*biases, None]
-    others = value_scale, inner_up, inner_bias, outer_up, outer_bias, theta, cos, sin
-    tensors = (x, *joined(x, weights, biases), *others)
+    weight, bias, others = joined(x, weights, biases, (value_scale, inner_up, inner_bias, outer_up, outer_bias))
+    tensors = (x, weight, bias, *others, theta, cos, sin)
     if torch.compiler.is_compiling():
         return _operator(*tensors, list(map(int, options.form)), *options[1:])[0]
     return _MixedRead.apply(*tensors, options)

@@ -51,8 +51,8 @@ def mixed_read(
     gates' first maps are. value_scale: W_v. inner_up to outer_bias: the second maps. theta: of beta, 1 without one.
     Raises RuntimeError where its gradient is to be differentiated.
     """
-    others = value_scale, inner_up, inner_bias, outer_up, outer_bias, theta, cos, sin
-    tensors = (x, *joined(x, weights, biases), *others)
+    weight, bias, others = joined(x, weights, biases, (value_scale, inner_up, inner_bias, outer_up, outer_bias))
+    tensors = (x, weight, bias, *others, theta, cos, sin)
     if torch.compiler.is_compiling():
         return _operator(*tensors, list(map(int, options.form)), *options[1:])[0]
     return _MixedRead.apply(options, *tensors)
@@ -60,7 +60,9 @@ def mixed_read(
 
 def prefill(options: Options, weights, biases, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """`mixed_read` without a gradient, and the turned keys and the values that a cache keeps, (B, T, H_kv, .)."""
-    inputs, form = (x, *joined(x, weights, biases), *tensors), options.form
+    *others, theta, cos, sin = tensors
+    weight, bias, others = joined(x, weights, biases, others)
+    inputs, form = (x, weight, bias, *others, theta, cos, sin), options.form
     if torch.compiler.is_compiling():
         o, joint, *rest = _operator(*inputs, list(map(int, form)), *options[1:])
     else:
