@@ -23,12 +23,12 @@ DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has
 
 
 def fits(layer, call: Call) -> bool:
-    """True if the fused kernels read this call: a whole sequence in bfloat16 on CUDA without documents, by maps that no
-    adapter, hook or sharding has taken over, of a layer and under marks that its prior's kernels know.
+    """True if the fused kernels read this call: a whole sequence in bfloat16 on CUDA, by maps that no adapter, hook or
+    sharding has taken over, of a layer and under marks that its prior's kernels know.
     """
-    config, x, tokens = layer.config, call.x, call.tokens
+    config, x = layer.config, call.x
     reads = _READS.get(type(layer.prior))
-    if not available(x) or reads is None or config.value_logexp_cap is not None or tokens.document is not None:
+    if not available(x) or reads is None or config.value_logexp_cap is not None:
         return False
     if not (0 < x.shape[0] <= _MOST_ROWS and 2 <= x.shape[1] <= _MOST_TOKENS):
         return False
@@ -49,9 +49,11 @@ def untouched(maps: Sequence[nn.Module], slim: Sequence[SlimProjection], parts: 
 
 
 def _softmax_reads(layer, call: Call) -> bool:
-    """No window, and no state before the call. Padded rows where the layer is causal and returns no state; a state is
-    returned where no gradient is wanted."""
+    """No window, no documents, and no state before the call. Padded rows where the layer is causal and returns no
+    state; a state is returned where no gradient is wanted."""
     config, keep = layer.config, call.tokens.keep
+    if call.tokens.document is not None:
+        return False
     if call.memory or (call.memory is not None and (torch.is_grad_enabled() or keep is not None)):
         return False
     if config.backend not in ("auto", "sdpa") or config.window is not None:
@@ -91,7 +93,7 @@ def mixed(
         return _softmax_mixed(layer, call, features)
     from fem.ops.linear_attention.mixed_read import mixed_read  # by Triton, which the library does not require
 
-    return mixed_read(_linear_options(layer), *_tensors(layer, call.x, features)), None
+    return mixed_read(_linear_options(layer), *_tensors(layer, call, features), call.tokens.start), None
 
 
 def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
@@ -100,16 +102,16 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
 
     keep, options = call.tokens.keep, _softmax_options(layer, call.x)
     if call.memory is not None:
-        o, k, v = prefill(options, *_tensors(layer, call.x, features))
+        o, k, v = prefill(options, *_tensors(layer, call, features))
         beta = layer.temperature(call.x)
         v, free_values = layer.pair(v, beta)
         return o, append({}, k, v, beta, call.tokens, False, free_values)
     if keep is None:
-        return mixed_read(options, *_tensors(layer, call.x, features)), None
+        return mixed_read(options, *_tensors(layer, call, features)), None
     order = keep.long().argsort(dim=1, descending=True, stable=True)
     back = order.argsort(1)
     features = _Reordered.apply(features, order, back)
-    return _Reordered.apply(mixed_read(options, *_tensors(layer, call.x, features)), back, order), None
+    return _Reordered.apply(mixed_read(options, *_tensors(layer, call, features)), back, order), None
 
 
 class _Reordered(torch.autograd.Function):
@@ -154,20 +156,17 @@ def _widths(config) -> tuple[int, int, bool]:
     return mean, free, shared
 
 
-def _tensors(layer, x: Tensor, features: Tensor) -> tuple:
+def _tensors(layer, call: Call, features: Tensor) -> tuple:
     """What either `mixed_read` takes behind its options: weights and biases of the first maps; the features, W_v of the
-    values' modulation, and U and b of lambda and of g where their gates are slim; theta; cos and sin.
-
-    x says dtype, device and length alone.
-    """
-    maps, dtype = _first_maps(layer), product_dtype(x)
+    values' modulation, and U and b of lambda and of g where their gates are slim; theta; cos and sin."""
+    maps, dtype = _first_maps(layer), product_dtype(call.x)
     biases = [projection.bias for projection in maps]
     biases = None if all(bias is None for bias in biases) else biases
     others = [None if layer.value_scale is None else layer.value_scale.weight]
     for gate in (layer.gate.inner, layer.gate.outer):
         others += [gate.up.weight, gate.up.bias] if isinstance(gate, SlimProjection) else [None, None]
     theta = layer.beta.theta if layer.config.use_lse and layer.beta is not None else None
-    inputs = features.to(dtype).contiguous(), *others, theta, *_tables(layer.prior, x)
+    inputs = features.to(dtype).contiguous(), *others, theta, *_tables(layer.prior, call)
     return [projection.weight for projection in maps], biases, *inputs
 
 
@@ -191,14 +190,20 @@ def _kernel(device: int, heads: int, kv_heads: int, key_width: int, width: int, 
     return kernel_for(torch.device("cuda", device), torch.bfloat16, *sizes, wishes())
 
 
-def _tables(prior: Prior, x: Tensor) -> tuple[Float[Tensor, "t p"] | None, Float[Tensor, "t p"] | None]:
-    """cos and sin of the angles of a sequence's positions, in float32; layers of equal frequencies share them."""
+def _tables(prior: Prior, call: Call) -> Sequence[Float[Tensor, "#b t p"] | Float[Tensor, "t p"] | None]:
+    """cos and sin of the angles of the tokens' positions, in float32. Layers of equal frequencies share them, but for
+    documents, in whose rows a position stands anywhere."""
     if not prior.config.use_rope:
         return None, None
-    time, frequency = x.shape[1], prior._frequency(prior.config.key_width, x.device)
+    tables = _shared_tables(prior, call.x)
+    return tables if call.tokens.start is None else [table[call.tokens.position] for table in tables]
+
+
+def _shared_tables(prior: Prior, x: Tensor) -> tuple[Float[Tensor, "t p"], Float[Tensor, "t p"]]:
+    """Those of positions 0 to T - 1, or of more."""
+    config, time, frequency = prior.config, x.shape[1], prior._frequency(prior.config.key_width, x.device)
     if torch.compiler.is_compiling():
-        return _turns(time, frequency, prior.config.rope_factor)
-    config = prior.config
+        return _turns(time, frequency, config.rope_factor)
     key = (config.key_width, config.rope_theta, config.rope_frequencies, config.rope_factor, x.device)
     known = _TABLES.get(key)
     if known is None or known[0].shape[0] < time:

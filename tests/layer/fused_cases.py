@@ -139,6 +139,24 @@ def test_masking_a_token_equals_deleting_it(name, monkeypatch):
         assert (one - other).norm() < 2e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
 
 
+@pytest.mark.parametrize("spike", [0.0, 200.0])
+@pytest.mark.parametrize("name", ["gla", "linear, slim, split, conditioner"])
+def test_packed_documents_are_read_as_separate_runs(name, spike, monkeypatch):
+    """By the kernels, and where a value is in doubt."""
+    layer, x, gradient = build(LAYERS[name]), torch.randn(2, 19, 20), torch.randn(2, 19, 20)
+    ids = torch.tensor([[0] * 5 + [1] * 14, [0] * 1 + [1] * 12 + [2] * 6])
+    if spike:
+        spread(layer, 1.0, spike)
+    wanted = trained(exact(layer), x.double(), gradient, segment_ids=ids)
+    fused_on_cpu.install(monkeypatch)
+    taken, read = [], fused_layer.mixed
+    monkeypatch.setattr(fused_layer, "mixed", lambda *inputs: taken.append(read(*inputs)) or taken[-1])
+    found = trained(layer, x, gradient, segment_ids=ids)
+    assert taken[0] is not None
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() < 5e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
+
+
 @pytest.mark.parametrize("name", ["full", "split, conditioner", "F alone", "grouped heads", "attention"])
 def test_tokens_go_on_from_a_fused_prefill(name, monkeypatch):
     layer, x = build(LAYERS[name]), torch.randn(2, 19, 20)

@@ -298,7 +298,6 @@ def by_fla(
         opens = opens.flatten()
         starts = (opens | (torch.arange(len(opens), device=opens.device) % time == 0)).nonzero().squeeze(1)
         borders = F.pad(starts, (0, 1), value=len(opens))
-        finals = torch.searchsorted(starts, time * torch.arange(1, rows + 1, device=starts.device)) - 1
         inputs = [None if x is None else x.flatten(0, 1).unsqueeze(0) for x in inputs]
         if state is not None:
             state = torch.where(opens[starts, None, None, None], 0, state[starts // time])
@@ -306,7 +305,10 @@ def by_fla(
     out, after = run(*inputs, scale=1.0, initial_state=state, output_final_state=last, cu_seqlens=borders)
     if opens is None:
         return out, after
-    return out.view(rows, time, *out.shape[2:]), after.index_select(0, finals)
+    if last:
+        finals = torch.searchsorted(starts, time * torch.arange(1, rows + 1, device=starts.device)) - 1
+        after = after.index_select(0, finals)
+    return out.view(rows, time, *out.shape[2:]), after
 
 
 @torch.compiler.assume_constant_result

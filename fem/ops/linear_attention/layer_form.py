@@ -17,6 +17,7 @@ from torch import Tensor
 from fem.ops.common.precision import normed_softplus, upcast
 from fem.ops.common.rope import turned
 from fem.ops.common.scan import ScanCall
+from fem.ops.common.tokens import Tokens
 from fem.ops.linear_attention.linear_attention_read import linear_attention_read
 from fem.ops.linear_attention.linear_log_space import log_decay
 
@@ -89,20 +90,22 @@ def logits_of(gates: Sequence[Tensor | None], ups: Sequence[Tensor | None]) -> l
 
 def plain_mixed_read(*inputs) -> Float[Tensor, "b t h d"]:
     """`mixed_read` of joined maps, exact whatever the values are, and differentiable any number of times."""
-    x, weight, bias, scale, *ups, theta, cos, sin, form, eps, start = inputs
+    x, weight, bias, scale, *ups, theta, cos, sin, opens, form, eps, start = inputs
     form, joint = Form(*form), F.linear(x, weight, bias)
     values, *gates, decay = form.parts(joint[..., form.keys :])
     if form.context:
         values = torch.addcmul(values, values, form.eta(x, scale))
     q, k = (upcast(form.by_heads(y)) for y in joint[..., : form.keys].chunk(2, -1))
     if cos is not None:
-        q, k = (turned(y, cos[: x.shape[1], None], sin[: x.shape[1], None]) for y in (q, k))
+        cos, sin = (table[..., : x.shape[1], None, :] for table in (cos, sin))
+        q, k = turned(q, cos, sin), turned(k, cos, sin)
     beta = None
     if form.free:
         beta = joint.new_ones(form.heads, form.free) if theta is None else F.softplus(upcast(theta) + start)
     v, f = (values, None) if form.shared or not form.free else form.pair(values)
     g = None if decay is None else log_decay(decay)
-    read = linear_attention_read(F.relu(q) + eps, F.relu(k) + eps, v, beta, g, f, call=ScanCall(backend="plain"))
+    call = ScanCall(tokens=Tokens(None, opens, None, None), backend="plain")
+    read = linear_attention_read(F.relu(q) + eps, F.relu(k) + eps, v, beta, g, f, call=call)
     mean, free = map(upcast, read) if form.free else (upcast(read.mean), values[..., :0])
     logits = logits_of(gates, ups) if form.rank else gates
     inner, outer = (None if y is None else upcast(y).view_as(values) for y in logits)

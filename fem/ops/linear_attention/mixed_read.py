@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.backend import on
@@ -41,10 +41,11 @@ def mixed_read(
     outer_up: Float[Tensor, "w r"] | None,
     outer_bias: Float[Tensor, " w"] | None,
     theta: Float[Tensor, "h df"] | None,
-    cos: Float[Tensor, "t p"] | None,
-    sin: Float[Tensor, "t p"] | None,
+    cos: Float[Tensor, "t p"] | Float[Tensor, "b t p"] | None,
+    sin: Float[Tensor, "t p"] | Float[Tensor, "b t p"] | None,
+    opens: Bool[Tensor, "b t"] | None,
 ) -> Float[Tensor, "b t h d"]:
-    """o of a whole sequence. cos and sin are float32.
+    """o of a whole sequence. cos and sin are float32; opens: where a document begins.
 
     weights, biases: of the maps of x, in the order of the product's columns; a bias of None is 0. value_scale: W_v of
     v (1 + W_v h), where x is [x, h]. inner_up to outer_bias: the second maps of slim gates. theta: of beta, which is 1
@@ -55,13 +56,13 @@ def mixed_read(
         weights = [*weights, weights[0].new_zeros(surplus, weights[0].shape[1])]
         biases = None if biases is None else [*biases, None]
     weight, bias, others = joined(x, weights, biases, (value_scale, inner_up, inner_bias, outer_up, outer_bias))
-    tensors = (x, weight, bias, *others, theta, cos, sin)
+    tensors = (x, weight, bias, *others, theta, cos, sin, opens)
     if torch.compiler.is_compiling():
         return _operator(*tensors, list(map(int, options.form)), *options[1:])[0]
     return _MixedRead.apply(*tensors, options)
 
 
-_TENSORS, _LEARNT = 11, 9  # the last two are cos and sin
+_TENSORS, _LEARNT = 12, 9  # the last three are cos, sin and opens
 
 
 class _MixedRead(torch.autograd.Function):
@@ -86,13 +87,13 @@ def _gradients(backward: Callable[..., list[Tensor]], ctx, grad: Tensor) -> list
     if torch.is_grad_enabled():
         return again_differentiable(lambda *given: [plain_mixed_read(*given, *ctx.options)], tensors, [grad])
     found = iter(backward(grad, tensors, kept, *ctx.options))
-    return [None if x is None else next(found) for x in tensors[:_LEARNT]] + [None, None]
+    return [None if x is None else next(found) for x in tensors[:_LEARNT]] + [None] * (_TENSORS - _LEARNT)
 
 
 def _mixed_forward(*inputs, differentiated: bool = True) -> list[Tensor]:
     """o, and what the backward needs: whether o is in doubt, on the host; the columns behind q and k, with a
     conditioner the values; q, k, items and decay of the scan, scheme and beta, mean and F; empty is what is missing."""
-    x, weight, bias, scale, *ups, theta, cos, sin, form, eps, start = inputs
+    x, weight, bias, scale, *ups, theta, cos, sin, opens, form, eps, start = inputs
     form = Form(*form)
     with on(x.device):
         phi = _features(form, x, weight, bias, cos, sin, eps)
@@ -104,7 +105,7 @@ def _mixed_forward(*inputs, differentiated: bool = True) -> list[Tensor]:
         sizes = scan.Sizes.of(form.mean, form.free, form.key)
         beta = torch.empty(form.heads, form.free, dtype=torch.float32, device=x.device)
         items, scheme, _, flag = scan.packed(sizes, False, *phi, decay, v, f, beta, [None] * 3, theta, start)
-        sums, _ = scan.with_graph(items, None, differentiated, last=False)
+        sums, _ = scan.with_graph(items, opens, differentiated, last=False)
         _, *read = scan.unpacked(sizes, sums, items[0], scheme, beta, flag, x.dtype, cells=False)
         logits = logits_of(gates, ups) if form.rank else gates
         o = launch_gate(*read, *logits, _split(form), eps, rows_apart=(_row(form, rest), None))
@@ -121,7 +122,7 @@ def _mixed_backward(
     grad: Tensor, tensors: Sequence[Tensor | None], kept: Sequence[Tensor], form, eps: float, start: float
 ) -> list[Tensor]:
     """Gradients of the tensors that are learnt, of those that there are."""
-    (x, weight, bias, scale, *ups, theta, cos, sin), form = tensors, Form(*form)
+    (x, weight, bias, scale, *ups, theta, cos, sin, opens), form = tensors, Form(*form)
     (doubt, rest, values, *items), (scheme, beta, mean, free) = kept[:7], kept[7:]
     if doubt:
         return _plain_backward(grad, tensors, form, eps, start)
@@ -137,7 +138,7 @@ def _mixed_backward(
     tilts = beta.new_empty(2, rest.shape[0] * sizes.tiles(rest.shape[1]), *beta.shape)  # what tiles give theta's
     slope = theta is not None
     with on(x.device):
-        items, (sums, _) = scan.graph_of(items, None, last=False)
+        items, (sums, _) = scan.graph_of(items, opens, last=False)
         logits = logits_of(gates, ups) if form.rank else gates
         d_logits = [None if y is None else torch.empty_like(y) for y in logits] if form.rank else d_gates
         d_mean, d_free = (torch.empty_like(y) if y.shape[-1] else None for y in (mean, free))
@@ -213,7 +214,7 @@ _OPTIONS = "int[] form, float eps, float beta_start"
 _operator = operator(
     "linear_mixed_read(Tensor x, Tensor weight, Tensor? bias, Tensor? value_scale, Tensor? inner_up, "
     "Tensor? inner_bias, Tensor? outer_up, Tensor? outer_bias, Tensor? theta, Tensor? cos, Tensor? sin, "
-    f"{_OPTIONS}) -> Tensor[]"
+    f"Tensor? opens, {_OPTIONS}) -> Tensor[]"
 )(_mixed_forward)
 _operator_backward = operator(
     f"linear_mixed_read_backward(Tensor grad, Tensor?[] tensors, Tensor[] kept, {_OPTIONS}) -> Tensor[]", waits=False
