@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import transformed
-from fem.ops.common.tokens import Tokens, read_tokens
+from fem.ops.common.tokens import Tokens, read_tokens, whole_rows
 from fem.projection import check_tokens
 from fem.state import CachePosition, MixerState
 
@@ -44,10 +43,11 @@ class Call(NamedTuple):
     def open(cls, layer, x, attention_mask, segment_ids, state: MixerState | None, return_state: bool) -> Call:
         check_call(layer, x, state, return_state)
         before = None if state is None else state.cache_position
-        if attention_mask is None and segment_ids is None and before is None and not return_state:
-            tokens, position = Tokens(None, None, None, torch.arange(x.shape[1], device=x.device)), None
+        marks = tuple(x.shape[:2]), x.device, attention_mask, segment_ids
+        if before is None and not return_state:
+            tokens, position = whole_rows(*marks), None
         else:
-            tokens, position = read_tokens(tuple(x.shape[:2]), x.device, attention_mask, segment_ids, before)
+            tokens, position = read_tokens(*marks, before)
         memory = {} if return_state and state is None else None if state is None else state.memory
         hidden = None if state is None else state.conditioner
         return cls(tokens.zero_masked(x), tokens, memory, hidden, position, layer.kind, return_state)

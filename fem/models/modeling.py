@@ -38,6 +38,7 @@ from fem.models.engines.inputs import KEPT, WRITTEN, documents_of, masks_of, pos
 from fem.models.engines.obstacles import attends, keeps_tokens, layer_type, obstacle, obstacle_to_pages
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
 from fem.models.peft import LORA
+from fem.ops.common.shared import shared_by_layers
 from fem.ops.common.tokens import PLAIN, Tokens
 from fem.projection import Projection
 
@@ -233,8 +234,9 @@ class FEMModel(FEMPreTrainedModel):
             masks = masks_of(config, self.kinds, x, attention_mask, position_ids, past_key_values)
             told = {"attention_mask": masks, "position_ids": position_ids, "tokens": tokens, **kwargs}
 
-        for block in self.layers:
-            x = block(x, **{CACHE: past_key_values} | told)
+        with shared_by_layers():
+            for block in self.layers:
+                x = block(x, **{CACHE: past_key_values} | told)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: past_key_values})
 
     def _wants_cache(self, use_cache: bool | None) -> bool:

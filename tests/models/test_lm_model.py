@@ -14,9 +14,11 @@ from small_models import VOCABULARY, lively, small_config, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+import fem
 from fem import PRIORS, FreeEnergyMixerConfig
 from fem.models import FEMConfig, FEMForCausalLM, FEMModel, loss, preset
 from fem.models.presets import FAMILIES, TRANSFORMER, count_parameters, with_parameters
+from fem.ops.common.tokens import read_tokens
 
 ONES = torch.ones(2, 5, dtype=torch.long)
 MIXERS = {prior: {"prior_type": prior} for prior in PRIORS} | {
@@ -328,6 +330,18 @@ def test_compiled_loss_and_gradients_are_one_graph_and_equal_eager():
     done = subprocess.run([sys.executable, "-c", COMPILED, repr(models)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("whole") == len(models)
+
+
+def test_marks_are_read_once_for_all_layers(softmax_model, monkeypatch):
+    """And anew by the next call, whose marks may be others in the same tensor."""
+    model, read, calls = softmax_model.train(), read_tokens, []
+    monkeypatch.setattr(fem.ops.common.tokens, "read_tokens", lambda *inputs: calls.append(1) or read(*inputs))
+    ids, segments = tokens(2, 9), torch.zeros(2, 9, dtype=torch.long)
+    for start in (6, 4):
+        segments[:, start:] = 1
+        packed, apart = model(ids, segment_ids=segments), model(ids[:, start:])
+        torch.testing.assert_close(packed.logits[:, start:], apart.logits)
+    assert len(calls) == 2 < 2 * len(model.model.layers)
 
 
 def test_every_parameter_learns(model):

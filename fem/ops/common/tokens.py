@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from fem.ops.common.backend import may_look, portable
+from fem.ops.common.shared import shared
 from fem.state import CachePosition
 
 _NO_IDS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)  # nor floating-point ones
@@ -100,6 +101,16 @@ def read_tokens(
         segment=torch.where(seen, at_end(ids), before.segment),
     )
     return Tokens(keep, start, document, position), after
+
+
+@shared
+def whole_rows(
+    shape: tuple[int, int], device: torch.device, mask: Tensor | None = None, segment_ids: Tensor | None = None
+) -> Tokens:
+    """`read_tokens` of a call that neither follows another nor is followed by one."""
+    if mask is None and segment_ids is None:
+        return Tokens(None, None, None, torch.arange(shape[1], device=device))
+    return read_tokens(shape, device, mask, segment_ids)[0]
 
 
 def _all_of_one_document(time: int, before: CachePosition, continues: bool) -> tuple[Tokens, CachePosition]:

@@ -17,13 +17,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 import triton
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from fem.ops.common.backend import on
 from fem.ops.common.operator import again_differentiable, recorded
 from fem.ops.common.read import Terms
+from fem.ops.common.shared import shared
 from fem.ops.linear_attention import scan_kernels as K
 from fem.ops.linear_attention.linear_log_space import LinearInputs
 
@@ -294,13 +295,10 @@ def by_fla(
     g (B, T, H) or (B, T, H, d_k) and the state are float32; opens: where a document begins."""
     inputs, borders = [q, k, items, g], None
     if opens is not None:  # rows one after another, each document a sequence; the first of a row continues its state
-        rows, time = opens.shape
-        opens = opens.flatten()
-        starts = (opens | (torch.arange(len(opens), device=opens.device) % time == 0)).nonzero().squeeze(1)
-        borders = F.pad(starts, (0, 1), value=len(opens))
+        (rows, time), (starts, borders) = opens.shape, document_borders(opens)
         inputs = [None if x is None else x.flatten(0, 1).unsqueeze(0) for x in inputs]
         if state is not None:
-            state = torch.where(opens[starts, None, None, None], 0, state[starts // time])
+            state = torch.where(opens.flatten()[starts, None, None, None], 0, state[starts // time])
     run = fla_kernel(g, inputs[0].shape[1])
     out, after = run(*inputs, scale=1.0, initial_state=state, output_final_state=last, cu_seqlens=borders)
     if opens is None:
@@ -309,6 +307,15 @@ def by_fla(
         finals = torch.searchsorted(starts, time * torch.arange(1, rows + 1, device=starts.device)) - 1
         after = after.index_select(0, finals)
     return out.view(rows, time, *out.shape[2:]), after
+
+
+@shared
+def document_borders(opens: Bool[Tensor, "b t"]) -> tuple[Int[Tensor, " n"], Int[Tensor, " more"]]:
+    """Where sequences begin in rows one after another, and that with the end. Waits for the device."""
+    first = torch.zeros_like(opens)
+    first[:, 0] = True
+    starts = (opens | first).flatten().nonzero().squeeze(1)
+    return starts, F.pad(starts, (0, 1), value=opens.numel())
 
 
 @torch.compiler.assume_constant_result

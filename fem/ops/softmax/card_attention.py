@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fem.ops.common.shared import shared
 from fem.ops.softmax.support import Support, bounds
 
 _TILE = 128
@@ -98,6 +99,7 @@ def _biased(bias: Float[Tensor, "#b #h #tq #t"]):
     return lambda score, *indices: score + bias[tuple(index.long() * one for index, one in zip(indices, varies))]
 
 
+@shared
 def block_mask(support: Support, queries: int, keys: int, device: torch.device):
     """The blocks of keys that each block of queries sees in part and in whole, from its bounds: no T x T mask."""
     from torch.nn.attention.flex_attention import BlockMask

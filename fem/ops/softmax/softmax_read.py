@@ -51,7 +51,8 @@ def softmax_read(
     q, k, v, *f = (x.to(dtype) for x in ((q, k, v) if shared else (q, k, v, f)))
     rules = support(q.shape[1], k.shape[1], q.device, causal, scale, window, bias, tokens)
     if rules.keep is not None:
-        rules = rules._replace(keep=rules.keep.expand(q.shape[0], -1))
+        if rules.keep.shape[0] == 1:
+            rules = rules._replace(keep=rules.keep.expand(q.shape[0], -1))
         k, v, *f = (without_masked(x, rules.keep) for x in (k, v, *f))
     f = v if shared else f[0]
     if backend == "reference" or transformed(q, k, v, f, rates, bias):

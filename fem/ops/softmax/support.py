@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import portable
 from fem.ops.common.precision import compute_dtype
+from fem.ops.common.shared import shared
 from fem.ops.common.tokens import Tokens
 
 _FAR = 1 << 40  # more than any position; a tensor can hold distances to it
@@ -97,6 +98,14 @@ def support(
         keep = seen.expand(-1, keys) if keep is None else keep & seen
     if window is None and document is None and not (causal and 1 < queries < keys):
         return Support(causal and queries > 1, scale, keep, bias=bias)
+    return Support(causal, scale, keep, *_seen(queries, keys, device, causal, window, document), bias)
+
+
+@shared
+def _seen(
+    queries: int, keys: int, device: torch.device, causal: bool, window: int | None, document: Tensor | None
+) -> tuple[Int[Tensor, "#b tq"], Int[Tensor, "#b tq"]]:
+    """first and end under a window and in documents."""
     row = torch.arange(queries, device=device)[None] + (keys - queries)
     first, end = torch.zeros_like(row), row + 1 if causal else torch.full_like(row, keys)
     if window is not None:
@@ -107,7 +116,7 @@ def support(
         own = document[:, keys - queries :].contiguous()
         first = torch.maximum(first, _before(document, own))
         end = end if causal else torch.minimum(end, _before(document, own + 1))
-    return Support(causal, scale, keep, first.int(), end.expand_as(first).int().contiguous(), bias)
+    return first.int(), end.expand_as(first).int().contiguous()
 
 
 def _before(document: Int[Tensor, "b t"], bound: Int[Tensor, "b tq"]) -> Int[Tensor, "b tq"]:

@@ -16,6 +16,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.arguments import read_documents
 from fem.models.engines.parallel import check_heads
+from fem.ops.common.shared import shared_by_layers
 from fem.projection import Projection
 from fem.train.throughput import flops_per_token
 
@@ -109,8 +110,9 @@ class FEMDecoder(BaseModel):
         else:  # named by the place in the row where they start, by which the parts know those that go on
             begin = self.sharing.get_local_rank() * x.shape[1]
             documents = torch.arange(begin, begin + x.shape[1], device=x.device) - positions
-        for block in self.layers.values():
-            x = block(x, segment_ids=documents)
+        with shared_by_layers():
+            for block in self.layers.values():
+                x = block(x, segment_ids=documents)
         if self.norm is not None:
             x = self.norm(x)
         return x if self.lm_head is None or self._skip_lm_head else self.lm_head(x)

@@ -1,0 +1,44 @@
+"""What all layers of a model ask of the same marks, such as where documents begin, computed once a forward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+_known: ContextVar[dict | None] = ContextVar("known", default=None)
+
+
+@contextmanager
+def shared_by_layers() -> Iterator[None]:
+    """Within it, a function that is `shared` is called once for equal arguments, and for the same tensors.
+
+    Not in a graph of torch.compile, which merges equal results itself.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    token = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def shared(function: Callable) -> Callable:
+    """The function, of hashable arguments."""
+
+    @functools.wraps(function)
+    def run(*arguments):
+        known = None if torch.compiler.is_compiling() else _known.get()
+        if known is None:
+            return function(*arguments)
+        key = function, *arguments
+        if key not in known:
+            known[key] = function(*arguments)
+        return known[key]
+
+    return run
