@@ -153,6 +153,22 @@ def test_scans_read_padding_and_documents(prior):
 
 
 @full
+@pytest.mark.parametrize("prior, most", [("softmax", 82), ("gla", 41), ("mamba", 199)])
+def test_a_further_layer_of_a_model_reads_no_marks_again(prior, most):
+    ids = torch.zeros(2, 256, dtype=torch.long, device="cuda")
+    marks, launches = {"segment_ids": ids.add(torch.arange(256, device="cuda") // 100), "use_cache": False}, []
+    for layers in (1, 2):
+        sizes = {"vocab_size": 64, "hidden_size": 256, "num_hidden_layers": layers, "num_attention_heads": 4}
+        model = FEMForCausalLM(FEMConfig(prior_type=prior, **sizes)).cuda().train()
+        with torch.autocast("cuda", torch.bfloat16):
+            model(ids, **marks)
+            with card.record() as events:
+                model(ids, **marks)
+        launches.append(events.launches)
+    assert launches[1] - launches[0] <= most, launches
+
+
+@full
 @pytest.mark.parametrize("prior, mode", [*product(("softmax", "gla"), MODES), ("rnn_softmax", "eager")])
 def test_checkpointed_layers_run(prior, mode):
     layer = build(256, 4, prior_type=prior)
