@@ -15,6 +15,8 @@ from fem.call import Call
 from fem.gates import SlimProjection
 from fem.ops.common.backend import exporting, found, plain_map, plain_tensors, transformed, watched
 from fem.ops.common.precision import product_dtype
+from fem.ops.softmax.card_attention import WIDEST
+from fem.ops.softmax.support import seen_keys
 from fem.priors import GatedLinearPrior, LinearPrior, Prior, SoftmaxPrior
 from fem.priors.kv_cache import append
 
@@ -49,14 +51,16 @@ def untouched(maps: Sequence[nn.Module], slim: Sequence[SlimProjection], parts: 
 
 
 def _softmax_reads(layer, call: Call) -> bool:
-    """No window, no documents, and no state before the call. Padded rows where the layer is causal and returns no
-    state; a state is returned where no gradient is wanted."""
+    """No state before the call. Padded rows where the layer is causal and returns no state; a state is returned where
+    no gradient is wanted. Windows and documents in eager calls without padding and states, of heads that FlexAttention
+    reads at once; a graph rather has it between what it fuses itself."""
     config, keep = layer.config, call.tokens.keep
-    if call.tokens.document is not None:
+    if config.backend not in ("auto", "sdpa"):
         return False
+    if _bounded(layer, call):
+        narrow = max(config.key_width, config.read_width) <= WIDEST
+        return narrow and keep is None and call.memory is None and not torch.compiler.is_compiling()
     if call.memory or (call.memory is not None and (torch.is_grad_enabled() or keep is not None)):
-        return False
-    if config.backend not in ("auto", "sdpa") or config.window is not None:
         return False
     if keep is not None and not config.causal:  # a key behind all kept ones is hidden by causality alone
         return False
@@ -100,12 +104,16 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
     """Of padded rows the kept tokens are read first, as a row that ends there: no kept token sees one behind it."""
     from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
-    keep, options = call.tokens.keep, _softmax_options(layer, call.x)
+    keep, options = call.tokens.keep, _softmax_options(layer, call)
     if call.memory is not None:
         o, k, v = prefill(options, *_tensors(layer, call, features))
         beta = layer.temperature(call.x)
         v, free_values = layer.pair(v, beta)
         return o, append({}, k, v, beta, call.tokens, False, free_values)
+    if _bounded(layer, call):
+        time, config = call.x.shape[1], layer.config
+        seen = seen_keys(time, time, call.x.device, config.causal, config.window, call.tokens.document)
+        return mixed_read(options, *_tensors(layer, call, features), *seen), None
     if keep is None:
         return mixed_read(options, *_tensors(layer, call, features)), None
     order = keep.long().argsort(dim=1, descending=True, stable=True)
@@ -127,13 +135,19 @@ class _Reordered(torch.autograd.Function):
         return _Reordered.apply(grad, *ctx.saved_tensors), None, None
 
 
-def _softmax_options(layer, x: Tensor):
+def _bounded(layer, call: Call) -> bool:
+    """Whether anything but causality and padding tells which keys a token sees."""
+    return layer.config.window is not None or call.tokens.document is not None
+
+
+def _softmax_options(layer, call: Call):
     """How softmax's `mixed_read` is called."""
     from fem.ops.softmax.fused.layer_form import Form, Options
 
     config, gate, widths = layer.config, layer.gate, _widths(layer.config)
     sizes = (config.n_head, config.kv_heads, config.key_width, *widths, config.causal, config.use_rope)
-    flash = _kernel(x.device.index or 0, *sizes[:3], config.read_width, config.causal) == "flash"
+    kernel = _kernel(call.x.device.index or 0, *sizes[:3], config.read_width, config.causal)
+    flash = kernel == "flash" and not _bounded(layer, call)
     form = Form(*sizes, gate.outer is not None, config.gate_rank or 0, config.context_width, flash)
     return Options(form, config.key_width**-0.5, config.eps, config.beta_max_init)
 

@@ -55,6 +55,8 @@ LINEAR = {
     "gla, slim, no biases, no rotation": {"gate_rank": 4, "bias": False, "use_rope": False},
 }
 LAYERS |= {name: {"prior_type": "gla"} | fields for name, fields in LINEAR.items()}
+WINDOWS = {"a window": {"window": 4}, "a window in both directions": {"window": 4, "causal": False, "n_kv_head": 1}}
+LAYERS |= WINDOWS
 VALUES = {"usual": (1.0, 0.0), "spikes of 300 nats": (1.0, 200.0), "nearly equal": (1e-3, 0.0), "offset": (1.0, 30.0)}
 
 
@@ -139,12 +141,19 @@ def test_masking_a_token_equals_deleting_it(name, monkeypatch):
         assert (one - other).norm() < 2e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
 
 
-@pytest.mark.parametrize("spike", [0.0, 200.0])
-@pytest.mark.parametrize("name", ["gla", "linear, slim, split, conditioner"])
-def test_packed_documents_are_read_as_separate_runs(name, spike, monkeypatch):
+@pytest.mark.parametrize("name, documents, spike", [
+    ("a window", False, 200.0),
+    ("a window in both directions", True, 0.0),
+    ("full", True, 0.0),
+    ("slim, grouped, conditioner", True, 200.0),
+    ("both directions", True, 200.0),
+    ("gla", True, 0.0),
+    ("linear, slim, split, conditioner", True, 200.0),
+])  # fmt: skip
+def test_a_token_sees_its_document_and_window_alone(name, documents, spike, monkeypatch):
     """By the kernels, and where a value is in doubt."""
     layer, x, gradient = build(LAYERS[name]), torch.randn(2, 19, 20), torch.randn(2, 19, 20)
-    ids = torch.tensor([[0] * 5 + [1] * 14, [0] * 1 + [1] * 12 + [2] * 6])
+    ids = torch.tensor([[0] * 5 + [1] * 14, [0] * 1 + [1] * 12 + [2] * 6]) if documents else None
     if spike:
         spread(layer, 1.0, spike)
     wanted = trained(exact(layer), x.double(), gradient, segment_ids=ids)
@@ -214,7 +223,7 @@ def test_the_future_changes_nothing(name, monkeypatch):
         torch.testing.assert_close(layer(later)[:, :13], layer(x)[:, :13], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["slim", "gla", "linear, slim, split, conditioner"])
+@pytest.mark.parametrize("name", ["slim", "a window", "gla", "linear, slim, split, conditioner"])
 def test_a_checkpointed_layer_is_computed_twice(name, monkeypatch):
     layer, x, gradient = build(LAYERS[name]), torch.randn(2, 19, 20), torch.randn(2, 19, 20)
     fused_on_cpu.install(monkeypatch)
@@ -229,9 +238,10 @@ def test_a_checkpointed_layer_is_computed_twice(name, monkeypatch):
     assert len(calls) == 2
 
 
-def test_copies_of_what_is_kept_train_as_well(monkeypatch):
-    """As hooks give them that offload; the graph of fla's kernel is not copied."""
-    layer, x, gradient = build(LAYERS["gla"]), torch.randn(2, 19, 20), torch.randn(2, 19, 20)
+@pytest.mark.parametrize("name", ["a window", "gla"])
+def test_copies_of_what_is_kept_train_as_well(name, monkeypatch):
+    """As hooks give them that offload; the graph of another library's kernel is not copied."""
+    layer, x, gradient = build(LAYERS[name]), torch.randn(2, 19, 20), torch.randn(2, 19, 20)
     fused_on_cpu.install(monkeypatch)
     wanted = trained(layer, x, gradient)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):

@@ -8,6 +8,7 @@ import torch
 
 from fem import fused_layer
 from fem.ops.linear_attention import kernel_read
+from fem.ops.softmax.fused import bounded_attention
 from fem.ops.softmax.fused import fused_attention as attention
 
 
@@ -15,6 +16,13 @@ def scores(q, k, scale, causal):
     k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     s = scale * torch.einsum("bthd,bihd->bhti", q.float(), k.float())
     return s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -math.inf) if causal else s
+
+
+def attend_bounded(q, k, values, support):
+    seen = support.visible(q.shape[1], k.shape[1], q.device)
+    s = scores(q, k, support.scale, False).masked_fill(~seen, -math.inf)
+    wide = values.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    return torch.einsum("bhti,bihd->bthd", s.softmax(-1), wide.float()).to(q.dtype), s.logsumexp(-1)
 
 
 def attend(q, k, values, scale, causal, kernel):
@@ -39,6 +47,7 @@ def install(monkeypatch, dtype=torch.float32):
     """Take the fused form for layers of this dtype on a CPU."""
     monkeypatch.setattr(attention, "kernel_attention", attend)
     monkeypatch.setattr(attention, "kernel_attention_backward", attend_backward)
+    monkeypatch.setattr(bounded_attention, "attend_on_card", attend_bounded)
     monkeypatch.setattr(kernel_read, "by_fla", fla_reference.gla)
     monkeypatch.setattr(fused_layer, "found", lambda module: True)
     monkeypatch.setattr(fused_layer, "available", lambda x: True)

@@ -98,11 +98,11 @@ def support(
         keep = seen.expand(-1, keys) if keep is None else keep & seen
     if window is None and document is None and not (causal and 1 < queries < keys):
         return Support(causal and queries > 1, scale, keep, bias=bias)
-    return Support(causal, scale, keep, *_seen(queries, keys, device, causal, window, document), bias)
+    return Support(causal, scale, keep, *seen_keys(queries, keys, device, causal, window, document), bias)
 
 
 @shared
-def _seen(
+def seen_keys(
     queries: int, keys: int, device: torch.device, causal: bool, window: int | None, document: Tensor | None
 ) -> tuple[Int[Tensor, "#b tq"], Int[Tensor, "#b tq"]]:
     """first and end under a window and in documents."""

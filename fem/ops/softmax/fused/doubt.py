@@ -13,12 +13,32 @@ from fem.ops.softmax.fused import doubt_kernels as kernels
 from fem.ops.softmax.fused.layer_form import SPANS, Form, Sizes, row_stride, strides
 
 
-def settle(q, k, f, lse, out, scheme, beta, exact, flags, gates, ups, o, scale, eps, form: Form, sizes: Sizes):
+class Known(NamedTuple):
+    """What a free energy was read from, and what proves it."""
+
+    q: Float[Tensor, "b t h dk"]
+    k: Float[Tensor, "b t hkv dk"]
+    f: Float[Tensor, "b t hkv df"] | None
+    lse: Float[Tensor, "b h t"]
+    out: Float[Tensor, "b t h w"]
+    first: Int[Tensor, "#b t"] | None  # the keys that a row sees, as in `Support`
+    end: Int[Tensor, "#b t"] | None
+    scheme: Float[Tensor, "b 2 c"] | None
+    beta: Float[Tensor, "hkv df"] | None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Tokens, and numbers between the bounds of sequences."""
+        apart = 0 if self.first is None or len(self.first) == 1 else self.first.stride(0)
+        return self.q.shape[1], apart
+
+
+def settle(known: Known, exact, flags, gates, ups, o, scale, eps, form: Form, sizes: Sizes) -> None:
     """Compute the doubtful free energies: write them to `exact`, or where that is o, mixed and gated, to o."""
     kernels.doubtful_rows_kernel[sizes.spans](
-        q, k, f, lse, out, scheme, beta, exact, flags, *gates, *ups, o, q.shape[1], sizes.tiles, scale, eps,
-        *map(row_stride, (q, k)), *strides(f), *map(row_stride, gates), **sizes.doubt, SHARED=form.shared,
-        GATED=form.gated, MIXED=exact is o, RANK=form.rank, COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
+        *known, exact, flags, *gates, *ups, o, *known.sizes, sizes.tiles, scale, eps, *map(row_stride, known[:2]),
+        *strides(known.f), *map(row_stride, gates), **sizes.doubt, SHARED=form.shared, GATED=form.gated,
+        MIXED=exact is o, RANK=form.rank, COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
     )  # fmt: skip
 
 
@@ -47,19 +67,19 @@ class Doubt(NamedTuple):
 
 
 def through_doubt(
-    d_q, d_k, d_v, known, flags, doubtful: Doubt, form: Form, scale: float, sizes: Sizes
+    d_q, d_k, d_v, known: Known, flags, doubtful: Doubt, form: Form, scale: float, sizes: Sizes
 ) -> Int[Tensor, "b hkv"]:
     """Add to d_q and d_k what goes through doubtful entries, and where that is raised write it to d_v's f."""
-    (q, k, f, *_), d_f = known, d_v[..., form.width - form.free :]
-    batch, time = q.shape[:2]
+    d_f, batch = d_v[..., form.width - form.free :], len(d_q)
     exact, d_free, _, query_parts, _ = doubtful
-    inputs, rows = (*known, exact, flags, d_free), (*map(row_stride, (q, k)), *strides(f))
+    inputs, rows = (*known, exact, flags, d_free), (*map(row_stride, known[:2]), *strides(known.f))
     raised = flags.new_empty(batch, form.kv_heads)
     kernels.doubtful_queries_backward_kernel[sizes.spans](
-        *inputs, d_q, query_parts, time, sizes.tiles, scale, *rows, row_stride(d_q), **sizes.doubt, FLAGS=sizes.flags
-    )
+        *inputs, d_q, query_parts, *known.sizes, sizes.tiles, scale, *rows, row_stride(d_q), **sizes.doubt,
+        FLAGS=sizes.flags,
+    )  # fmt: skip
     kernels.doubtful_keys_backward_kernel[(form.kv_heads, SPANS, batch)](
-        *inputs, d_k, d_f, raised, time, sizes.tiles, scale, *rows, row_stride(d_k), *strides(d_f), **sizes.doubt,
-        FLAGS=sizes.group_flags,
+        *inputs, d_k, d_f, raised, *known.sizes, sizes.tiles, scale, *rows, row_stride(d_k), *strides(d_f),
+        **sizes.doubt, FLAGS=sizes.group_flags,
     )  # fmt: skip
     return raised

@@ -4,7 +4,8 @@
     dF/ds_i = (w_i - p_i) / beta                            dF/dbeta = sum_i w_i (f_i - F) / beta
 
 They go row by row, in float32, with p from the scores s and attention's own log sum of exponentials. They are launched
-in every call, and a program ends at once where none of its flags is up.
+in every call, and a program ends at once where none of its flags is up. first_key and end_key, (B, T) or (1, T), bound
+the keys of a row in documents and windows; None: it sees all, or if CAUSAL those up to it.
 """
 
 import triton
@@ -46,9 +47,18 @@ def load_keys(
 
 
 @triton.jit
-def log_probability(query, keys, lse, row, key, time, scale, CAUSAL: tl.constexpr):
+def seen_keys(first, end, bound_batch, batch, row, time, CAUSAL: tl.constexpr):
+    """The keys that a row sees: from which on, and up to which."""
+    if first is not None:
+        at = batch * bound_batch + row
+        return tl.load(first + at), tl.load(end + at)
+    return 0, row + 1 if CAUSAL else time
+
+
+@triton.jit
+def log_probability(query, keys, lse, key, low, high, scale):
     """log p of a row over a block of keys, (KEYS, 1); -inf where it does not see them."""
-    seen = (key < time) & (key <= row) if CAUSAL else key < time
+    seen = (key >= low) & (key < high)
     return tl.where(seen, scale * tl.sum(keys * query[None], 1) - lse, float("-inf"))[:, None]
 
 
@@ -82,8 +92,9 @@ def row_logits(
 
 @triton.jit
 def doubtful_rows_kernel(
-    q, k, f, lse, out, scheme, beta, exact, flags, inner, outer, inner_up, inner_bias, outer_up, outer_bias, o, time,
-    tiles, scale, eps, q_row: tl.constexpr, k_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr,
+    q, k, f, lse, out, first_key, end_key, scheme, beta, exact, flags, inner, outer, inner_up, inner_bias, outer_up,
+    outer_bias, o, time, bound_batch, tiles, scale, eps,
+    q_row: tl.constexpr, k_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr,
     inner_row: tl.constexpr, outer_row: tl.constexpr,
     heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
     SHARED: tl.constexpr, GATED: tl.constexpr, MIXED: tl.constexpr, RANK: tl.constexpr,
@@ -105,12 +116,13 @@ def doubtful_rows_kernel(
             if tl.max(doubtful.to(tl.int32)) != 0:
                 top = tl.full((CHANNELS,), float("-inf"), tl.float32)
                 summed = tl.zeros((CHANNELS,), tl.float32)
-                for start in range(0, row + 1 if CAUSAL else time, KEYS):
+                low, high = seen_keys(first_key, end_key, bound_batch, batch, row, time, CAUSAL)
+                for start in range(low, high, KEYS):
                     key = start + tl.arange(0, KEYS)
                     keys, x, _, _, _ = load_keys(
                         k, f, there, batch, key, time, kv_head, k_row, f_row, f_head, KEY, wide, channel
                     )
-                    log_p = log_probability(query, keys, lse_row, row, key, time, scale, CAUSAL)
+                    log_p = log_probability(query, keys, lse_row, key, low, high, scale)
                     z = log_p + rate[None] * (x - shift[None])
                     peak = tl.maximum(top, tl.max(z, 0))
                     known = tl.where(peak > float("-inf"), peak, 0.0)
@@ -142,7 +154,8 @@ def doubtful_rows_kernel(
 
 @triton.jit
 def doubtful_queries_backward_kernel(
-    q, k, f, lse, out, scheme, beta, exact, flags, d_free, d_q, d_theta, time, tiles, scale,
+    q, k, f, lse, out, first_key, end_key, scheme, beta, exact, flags, d_free, d_q, d_theta, time, bound_batch, tiles,
+    scale,
     q_row: tl.constexpr, k_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr, d_q_row: tl.constexpr,
     heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
@@ -164,12 +177,13 @@ def doubtful_queries_backward_kernel(
                 free_energy = tl.load(exact + at, doubtful, other=0.0).to(tl.float32)
                 d_row = tl.load(d_free + at, doubtful, other=0.0).to(tl.float32)
                 q_sum, tilt = tl.zeros((WIDE,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
-                for start in range(0, row + 1 if CAUSAL else time, KEYS):
+                low, high = seen_keys(first_key, end_key, bound_batch, batch, row, time, CAUSAL)
+                for start in range(low, high, KEYS):
                     key = start + tl.arange(0, KEYS)
                     keys, x, _, _, _ = load_keys(
                         k, f, there, batch, key, time, kv_head, k_row, f_row, f_head, KEY, wide, channel
                     )
-                    log_p = log_probability(query, keys, lse_row, row, key, time, scale, CAUSAL)
+                    log_p = log_probability(query, keys, lse_row, key, low, high, scale)
                     w, d_s = weights(log_p, x, free_energy, d_row, rate, doubtful)
                     q_sum += tl.sum(d_s[:, None] * keys, 0)
                     tilt += tl.sum(w * (x - free_energy[None]), 0)
@@ -184,7 +198,8 @@ def doubtful_queries_backward_kernel(
 
 @triton.jit
 def doubtful_keys_backward_kernel(
-    q, k, f, lse, out, scheme, beta, exact, flags, d_free, d_k, d_f, raised, time, tiles, scale,
+    q, k, f, lse, out, first_key, end_key, scheme, beta, exact, flags, d_free, d_k, d_f, raised, time, bound_batch,
+    tiles, scale,
     q_row: tl.constexpr, k_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr, d_k_row: tl.constexpr,
     d_f_row: tl.constexpr, d_f_head: tl.constexpr,
     heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
@@ -219,7 +234,8 @@ def doubtful_keys_backward_kernel(
                                 at = (token * heads + head) * FREE + channel
                                 free_energy = tl.load(exact + at, doubtful, other=0.0).to(tl.float32)
                                 d_row = tl.load(d_free + at, doubtful, other=0.0).to(tl.float32)
-                                log_p = log_probability(query, keys, lse_row, row, key, time, scale, CAUSAL)
+                                low, high = seen_keys(first_key, end_key, bound_batch, batch, row, time, CAUSAL)
+                                log_p = log_probability(query, keys, lse_row, key, low, high, scale)
                                 w, d_s = weights(log_p, x, free_energy, d_row, rate, doubtful)
                                 k_sum += d_s[:, None] * query[None]
                                 f_sum += d_row[None] * w

@@ -64,13 +64,13 @@ def load_logits(
 
 @triton.jit
 def rotate_kernel(
-    q, k, q_out, k_out, cos, sin, parts, rows, time,
+    q, k, q_out, k_out, cos, sin, parts, rows, period,
     q_row: tl.constexpr, k_row: tl.constexpr, q_out_row: tl.constexpr, k_out_row: tl.constexpr,
     heads: tl.constexpr, kv_heads: tl.constexpr, WIDTH: tl.constexpr, SIGN: tl.constexpr, ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
     """y_j = x_j cos - x_{j+d/2} sin, y_{j+d/2} = x_{j+d/2} cos + x_j sin, of queries and keys; SIGN -1 turns back.
-    Without cos they stay as they are.
+    Without cos they stay as they are. cos and sin are those of `period` tokens.
 
     Programs of the first `heads` heads turn q, the others k. q_out and k_out may be q and k. parts: sums of tiles.
     """
@@ -80,7 +80,7 @@ def rotate_kernel(
     there = (row < rows)[:, None] & (plane < WIDTH // 2)[None]
     c, s = tl.full((ROWS, HALF), 1.0, tl.float32), tl.zeros((ROWS, HALF), tl.float32)
     if cos is not None:
-        angle = (row % time)[:, None] * (WIDTH // 2) + plane[None]
+        angle = (row % period)[:, None] * (WIDTH // 2) + plane[None]
         c, s = tl.load(cos + angle, there, other=0.0), SIGN * tl.load(sin + angle, there, other=0.0)
     row = row.to(tl.int64)[:, None]
     if head < heads:

@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fem.ops.common.backend import on
 from fem.ops.common.joined import joined
 from fem.ops.common.operator import operator
 from fem.ops.common.part_kernels import sum_all
+from fem.ops.softmax.fused import bounded_attention, fused_attention
 from fem.ops.softmax.fused import elementwise_kernels as K
-from fem.ops.softmax.fused import fused_attention
-from fem.ops.softmax.fused.doubt import Doubt, settle, through_doubt
+from fem.ops.softmax.fused.doubt import Doubt, Known, settle, through_doubt
 from fem.ops.softmax.fused.layer_form import Form, Options, Sizes, row_stride, rows_of_tile, sizes_of, strides
 
 BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
@@ -42,10 +42,13 @@ def mixed_read(
     outer_up: Float[Tensor, "w r"] | None,
     outer_bias: Float[Tensor, " w"] | None,
     theta: Float[Tensor, "hkv df"] | None,
-    cos: Float[Tensor, "t p"] | None,
-    sin: Float[Tensor, "t p"] | None,
+    cos: Float[Tensor, "t p"] | Float[Tensor, "b t p"] | None,
+    sin: Float[Tensor, "t p"] | Float[Tensor, "b t p"] | None,
+    first: Int[Tensor, "#b t"] | None = None,
+    end: Int[Tensor, "#b t"] | None = None,
 ) -> Float[Tensor, "b t h d"]:
-    """o of a whole sequence of 16-bit numbers, differentiable once. cos and sin are float32.
+    """o of a whole sequence of 16-bit numbers, differentiable once. cos and sin are float32. A token sees the keys from
+    `first` on and before `end`, in eager calls; None: all, or if causal those up to it.
 
     weights, biases: of the maps of x, in the order of the product's columns; a bias of None is 0, as those of slim
     gates' first maps are. value_scale: W_v. inner_up to outer_bias: the second maps. theta: of beta, 1 without one.
@@ -55,7 +58,7 @@ def mixed_read(
     tensors = (x, weight, bias, *others, theta, cos, sin)
     if torch.compiler.is_compiling():
         return _operator(*tensors, list(map(int, options.form)), *options[1:])[0]
-    return _MixedRead.apply(options, *tensors)
+    return _MixedRead.apply(options, *tensors, first, end)
 
 
 def prefill(options: Options, weights, biases, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,14 +69,14 @@ def prefill(options: Options, weights, biases, x: Tensor, *tensors: Tensor | Non
     if torch.compiler.is_compiling():
         o, joint, *rest = _operator(*inputs, list(map(int, form)), *options[1:])
     else:
-        o, joint, *rest = _mixed_forward(*inputs, *options)
+        o, joint, *rest = _mixed_forward(*inputs, None, None, *options)
     _, k, v, *_ = form.parts(joint)
     if form.context:
         v = rest[0][..., : form.mean] if form.shared else torch.cat([rest[0][..., : form.mean], rest[1]], -1)
     return o, k, v
 
 
-_TENSORS = 11
+_TENSORS = 13
 
 
 class _MixedRead(torch.autograd.Function):
@@ -81,7 +84,7 @@ class _MixedRead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, options, *tensors):
-        kept = _mixed_forward(*tensors, *options)
+        kept = _mixed_forward(*tensors, *options, differentiated=any(ctx.needs_input_grad))
         ctx.save_for_backward(*tensors, *kept)
         ctx.options = options
         return kept[0]
@@ -94,7 +97,7 @@ class _MixedRead(torch.autograd.Function):
                 'has backend="plain" is differentiable any number of times.'
             )
         saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
-        return None, *_of_inputs(_mixed_backward(grad, saved, *ctx.options), saved), None, None
+        return None, *_of_inputs(_mixed_backward(grad, saved, *ctx.options), saved), *[None] * 4
 
 
 def _of_inputs(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -111,19 +114,19 @@ def _on_its_device(function: Callable) -> Callable:
     """The function, which launches kernels, on the device of its first argument."""
 
     @functools.wraps(function)
-    def run(x: Tensor, *others):
+    def run(x: Tensor, *others, **named):
         with on(x.device):
-            return function(x, *others)
+            return function(x, *others, **named)
 
     return run
 
 
 @_on_its_device
-def _mixed_forward(*inputs) -> list[Tensor]:
+def _mixed_forward(*inputs, differentiated: bool = False) -> list[Tensor]:
     """o, and what the backward needs: the product, [v | e] and f where they are other tensors, where a free energy is
     read beta, the scheme and the flags, [mean | R] where o is another tensor, and the logarithms of attention's sums.
     """
-    x, weight, bias, value_scale, *ups, theta, cos, sin, form, scale, eps, start = inputs
+    x, weight, bias, value_scale, *ups, theta, cos, sin, first, end, form, scale, eps, start = inputs
     joint = F.linear(x, weight, bias)
     q, k, v, *gates = form.parts(joint)
     (batch, time), sizes, kept = q.shape[:2], sizes_of(form, *q.shape[:2]), [joint]
@@ -134,7 +137,11 @@ def _mixed_forward(*inputs) -> list[Tensor]:
         h = x[..., x.shape[2] - form.context :]
         both, f, beta, scheme = _launch_pack(v, h, value_scale, theta, start, form, sizes)
         kept += [both, f] if form.apart else [both]
-    out, lse = fused_attention.kernel_attention(q, k, both, scale, form.causal, form.kernel)
+    if first is None:
+        out, lse = fused_attention.kernel_attention(q, k, both, scale, form.causal, form.kernel)
+    else:
+        inputs = q, k, both, scale, form.causal, first, end, differentiated
+        out, lse = bounded_attention.bounded_attention(*inputs)
     if not form.mixes:
         return [out, *kept, lse]
     gates = [out if gate is None else gate for gate in gates]  # which no kernel reads
@@ -145,7 +152,8 @@ def _mixed_forward(*inputs) -> list[Tensor]:
     )
     if not form.free:
         return [o, *kept, out, lse]
-    settle(q, k, f, lse, out, scheme, beta, o, flags, gates, ups, o, scale, eps, form, sizes)
+    known = Known(q, k, f, lse, out, first, end, scheme, beta)
+    settle(known, o, flags, gates, ups, o, scale, eps, form, sizes)
     return [o, *kept, beta, scheme, flags, out, lse]
 
 
@@ -162,7 +170,7 @@ def _mixed_backward(
 ) -> list[Tensor | None]:
     """Gradients of x, weight, bias and W_v; of the second maps of slim gates, one behind the other, and of their
     biases; and of theta."""
-    x, weight, bias, value_scale, *ups, theta, cos, sin = kept[:_TENSORS]
+    x, weight, bias, value_scale, *ups, theta, cos, sin, first, end = kept[:_TENSORS]
     o, joint, *rest, lse = kept[_TENSORS:]
     d_joint = torch.empty_like(joint)
     q, k, v, *gates = form.parts(joint)
@@ -171,7 +179,7 @@ def _mixed_backward(
     f = _free_values(form, v, both, rest.pop(0) if form.apart else None)
     beta, scheme, flags, out = rest if form.free else (None, None, None, rest[0] if form.mixes else o)
     sizes, h = sizes_of(form, *q.shape[:2]), x[..., x.shape[2] - form.context :]
-    known = (q, k, f, lse, out, scheme, beta)
+    known = Known(q, k, f, lse, out, first, end, scheme, beta)
     doubtful = Doubt.of(q, beta, form, sizes) if form.free else None
 
     d_bias, d_theta = (None if y is None else torch.empty_like(y) for y in (bias, theta))
@@ -197,9 +205,12 @@ def _mixed_backward(
         d_out, d_ups = _through_gates(
             d_out, known, flags, doubtful, o, joint, gates, ups, d_gates, gate_parts, form, scale, eps, sizes
         )
-    d_q, d_k, d_both = fused_attention.kernel_attention_backward(
-        d_out, q, k, both, out, lse, scale, form.causal, form.kernel
-    )
+    if first is None:
+        inputs = d_out, q, k, both, out, lse, scale, form.causal, form.kernel
+        d_q, d_k, d_both = fused_attention.kernel_attention_backward(*inputs)
+    else:
+        inputs = d_out, q, k, both, out, scale, form.causal, first, end
+        d_q, d_k, d_both = bounded_attention.bounded_attention_backward(*inputs)
     raised = theta_parts = d_eta = None
     if form.free:
         raised = through_doubt(d_q, d_k, to_v, known, flags, doubtful, form, scale, sizes)
@@ -233,7 +244,7 @@ def _through_gates(
     grad, known, flags, doubtful: Doubt | None, o, joint, gates, ups, d_gates, parts, form: Form, scale, eps, sizes
 ):
     """The gradient of [mean | R], and those of the second maps of slim gates; writes those of the gates' columns."""
-    q, k, f, lse, out, scheme, beta = known
+    q, out, scheme, beta = known.q, known.out, known.scheme, known.beta
     there = [gate is not None for gate in gates]
     slim = out.new_empty(sum(there), *q.shape[:3], form.width) if form.rank else None
     targets = iter(slim if form.rank else [d for d in d_gates if d is not None])
@@ -242,7 +253,7 @@ def _through_gates(
     exact = d_free = query_parts = None
     if doubtful is not None:
         exact, d_free, _, query_parts, _ = doubtful
-        settle(q, k, f, lse, out, scheme, beta, exact, flags, inputs, ups, o, scale, eps, form, sizes)
+        settle(known, exact, flags, inputs, ups, o, scale, eps, form, sizes)
     d_out = torch.empty_like(out)
     K.mix_backward_kernel[sizes.reads](
         grad, out, *inputs, *ups, scheme, beta, exact, flags, d_out, *outputs, parts, d_free, query_parts,
@@ -263,8 +274,9 @@ def _through_second_maps(joint, gates, ups, d_logits, d_gates) -> Float[Tensor, 
 
 
 def _rotate(q, k, q_out, k_out, cos: Tensor | None, sin: Tensor | None, parts: Tensor | None, sign: int, sizes: Sizes):
+    rows = q.shape[0] * q.shape[1]
     K.rotate_kernel[sizes.turns](
-        q, k, q_out, k_out, cos, sin, parts, q.shape[0] * q.shape[1], q.shape[1],
+        q, k, q_out, k_out, cos, sin, parts, rows, rows if cos is None or cos.ndim == 3 else q.shape[1],
         *map(row_stride, (q, k, q_out, k_out)), q.shape[2], k.shape[2], SIGN=sign, **sizes.rotate,
     )  # fmt: skip
 
@@ -298,12 +310,13 @@ _MIXED_INPUTS = (
     "Tensor? outer_up, Tensor? outer_bias, Tensor? theta, Tensor? cos, Tensor? sin"
 )
 _OPTIONS = "int[] form, float scale, float eps, float beta_start"
+_IN_GRAPHS = _TENSORS - 2  # which are neither bounded by documents nor by windows
 
 
 @operator(f"mixed_read({_MIXED_INPUTS}, {_OPTIONS}) -> Tensor[]", waits=False)
 def _operator(*inputs):
     *tensors, form, scale, eps, start = inputs
-    return _mixed_forward(*tensors, Form(*form), scale, eps, start)
+    return _mixed_forward(*tensors, None, None, Form(*form), scale, eps, start)
 
 
 @_operator.register_fake
@@ -326,25 +339,26 @@ def _(*inputs):
 @operator(f"mixed_read_backward(Tensor grad, {_MIXED_INPUTS}, Tensor[] kept, {_OPTIONS}) -> Tensor[]", waits=False)
 def _operator_backward(grad, *inputs):
     *tensors, kept, form, scale, eps, start = inputs
-    return [d for d in _mixed_backward(grad, (*tensors, *kept), Form(*form), scale, eps, start) if d is not None]
+    kept = *tensors, None, None, *kept
+    return [d for d in _mixed_backward(grad, kept, Form(*form), scale, eps, start) if d is not None]
 
 
 @_operator_backward.register_fake
 def _(grad, *inputs):
-    x, weight, bias, scale, inner_up, inner_bias, outer_up, outer_bias, theta = inputs[: _TENSORS - 2]
+    x, weight, bias, scale, inner_up, inner_bias, outer_up, outer_bias, theta = inputs[:9]
     ups = [[up for up in one if up is not None] for one in ((inner_up, outer_up), (inner_bias, outer_bias))]
     shapes = [*(y.shape for y in (x, weight, bias, scale) if y is not None), *((len(y), *y[0].shape) for y in ups if y)]
     return [x.new_empty(shape) for shape in shapes] + ([] if theta is None else [theta.new_empty(theta.shape)])
 
 
 def _save(ctx, inputs, output):
-    ctx.options = inputs[_TENSORS:]
-    ctx.save_for_backward(*inputs[:_TENSORS], *output)
+    ctx.options = inputs[_IN_GRAPHS:]
+    ctx.save_for_backward(*inputs[:_IN_GRAPHS], *output)
 
 
 def _differentiate(ctx, grads):
     saved = ctx.saved_tensors  # read once, as above
-    inputs, kept = saved[:_TENSORS], saved[_TENSORS:]
+    inputs, kept = saved[:_IN_GRAPHS], saved[_IN_GRAPHS:]
     found = iter(_operator_backward(grads[0], *inputs, list(kept), *ctx.options))
     _, _, bias, scale, inner_up, inner_bias, outer_up, outer_bias, theta, *_ = inputs
     slim, biased = (inner_up, outer_up) != (None, None), (inner_bias, outer_bias) != (None, None)
