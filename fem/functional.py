@@ -24,7 +24,7 @@ from fem.arguments import (
 from fem.checks import SMALLEST, finite_number, positive_int
 from fem.ops.channel_scan import channel_scan_read as channel_scan
 from fem.ops.common.backend import may_look
-from fem.ops.common.precision import compute_dtype
+from fem.ops.common.precision import compute_dtype, upcast
 from fem.ops.common.read import LOG_ZERO, Read
 from fem.ops.common.scan import ScanCall
 from fem.ops.common.tokens import PLAIN, read_tokens
@@ -189,7 +189,7 @@ def keyed_scan_read(
     for name, tensor in (("q", q), ("k", k)):
         check_values(name, tensor, FEATURE, key_mask)
     if log_decay is not None:  # clamp would keep the gradient where it cuts
-        log_decay = log_decay.masked_fill(log_decay < LOG_ZERO, LOG_ZERO)
+        log_decay = upcast(log_decay).masked_fill(log_decay < LOG_ZERO, LOG_ZERO)
     op = partial(linear_attention.linear_attention_read, q, k, v, beta, log_decay, free_values)
     return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize, backend)
 

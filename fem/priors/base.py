@@ -11,6 +11,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
+from fem.ops.common.backend import transformed
 from fem.ops.common.read import Read
 from fem.ops.common.rope import frequencies, rotate_all
 from fem.ops.common.scan import ScanCall
@@ -126,7 +127,7 @@ class Prior(nn.Module, ABC):
                 made = frequencies(width, config.rope_theta, device)
             else:
                 made = torch.tensor(config.rope_frequencies, dtype=torch.float64, device=device)
-        if not traced and type(made) is Tensor:
+        if not (traced or transformed()) and type(made) is Tensor:
             self._frequencies[device] = made
         return made
 

@@ -77,6 +77,24 @@ def test_pieces_equal_the_whole(family, sizes):
 
 
 @families
+@torch.no_grad()
+def test_the_default_dtype_of_torch_changes_nothing(family):
+    layer, x, keep = make_layer(torch.float32, **FAMILIES[family]), tokens().float(), torch.tensor(MASKS["interior"])
+    x[:, -1] *= 100  # leaves the range of packed values
+
+    def outputs():
+        y, state = layer(x[:, :-1], keep[:, :-1], return_state=True)
+        return torch.cat([y, layer(x[:, -1:], keep[:, -1:], state=state)], 1)
+
+    wanted = outputs()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(outputs(), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@families
 def test_a_state_is_never_changed_and_reorders_like_rows(family):
     layer, x = make_layer(**FAMILIES[family]), tokens(batch=3)
     _, state = layer(x[:, :6], return_state=True)

@@ -47,6 +47,19 @@ def test_gradients_per_sample_add_up(family):
         torch.testing.assert_close(rows[name].sum(0), parameter.grad, rtol=1e-9, atol=1e-9)
 
 
+@families
+def test_a_first_call_under_transforms_leaves_nothing_in_the_layer(family):
+    layer, x = make_layer(**FAMILIES[family]), tokens(time=7)
+    loss = lambda x: layer(x).square().sum()  # noqa: E731
+    found = jvp(grad(loss), (x,), (x,))[1]
+    later = grad(loss)(x)
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    torch.testing.assert_close(later, gradient, rtol=1e-9, atol=1e-9)
+    (wanted,) = torch.autograd.grad((gradient * x.detach()).sum(), x)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("family", [*EVERY, "capped"])
 def test_a_hessian_times_a_vector_is_the_slope_of_the_gradient(family):
     x, keep, ids, loss, weights = make(family)

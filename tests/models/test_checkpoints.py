@@ -201,6 +201,9 @@ def test_models_of_one_config_are_saved_each_as_it_is(tmp_path):
                                ("first", first, load_replaced), ("second", second, load_replaced)):  # fmt: skip
         model.save_pretrained(tmp_path / name)
         torch.testing.assert_close(opens(tmp_path / name)(ids).logits, model(ids).logits)
+    replace_attention(transformers.LlamaModel(copy.deepcopy(config)))  # a body notes it in a config that it may share
+    base.save_pretrained(tmp_path / "again")
+    assert type(transformers.AutoModel.from_pretrained(tmp_path / "again")) is transformers.LlamaModel
 
 
 def test_a_replaced_part_is_not_put_into_other_layers(tmp_path):

@@ -71,6 +71,29 @@ def test_a_layer_exported_with_gradients_has_those_of_the_layer(prior):
         torch.testing.assert_close(a, b, **within, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_a_scan_is_exported_again_with_other_sizes_after_a_reset():
+    config = FreeEnergyMixerConfig(n_embd=16, n_head=2, prior_type=QUICK, use_conv=False)
+    layer, x = lively(FreeEnergyMixer(config)), torch.randn(2, 7, 16)
+    with torch.no_grad():
+        exported(layer, x, sizes={})
+        torch._dynamo.reset()
+        program = exported(layer, x).module()
+    x = torch.randn(3, 9, 16)
+    close(program(x), layer(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prior", "sizes"), [("softmax", ANY), (QUICK, {1: Dim.DYNAMIC})])
+def test_inductor_compiles_what_was_exported_ahead_of_time(prior, sizes, tmp_path):
+    layer = lively(FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, prior_type=prior, use_conv=False)))
+    with torch.no_grad():
+        program = exported(layer, torch.randn(2, 7, 16), sizes=sizes)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    for rows, time in ((2, 3), (5 if 0 in sizes else 2, 40)):
+        x = torch.randn(rows, time, 16)
+        close(torch._inductor.aoti_load_package(path)(x), layer(x))
+
+
 @torch.no_grad()
 def test_documents_in_both_directions_are_exported():
     """Without biases, some of the sequences of the conditioner's two scans are views and others are not."""

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from reads import KEYED, READS, gradients_of, make, relative
+from reads import KEYED, READS, SCANS, gradients_of, make, relative
 
 from fem.functional import channel_scan_read, keyed_scan_read, softmax_read
 
@@ -35,6 +35,13 @@ def test_a_beta_beyond_all_values_reads_the_largest(name, beta):
     wanted = call.definition().free_energy
     for read in (call.read(), call.in_pieces(*[1] * 9)):
         assert relative(read.free_energy, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_scans_of_small_values_under_a_small_beta_lose_rounding_over_beta(name):
+    call = make(name, 43, beta=1e-6)
+    call = call.set(v=1e-6 * call.arguments["v"])
+    assert (call.read().free_energy - call.definition().free_energy).abs().max() < 2e-14 / 1e-6
 
 
 @pytest.mark.parametrize("name", READS)

@@ -65,6 +65,7 @@ CASES = {
     "a small beta": {"beta": 1e-3},
     "the smallest beta": {"beta": 1e-6},
     "a large beta": {"beta": 50.0},
+    "float16": {"dtype": torch.float16},
     "bfloat16": {"dtype": torch.bfloat16},
     "bfloat16 and a span of 200": {"dtype": torch.bfloat16, "spread": 40.0},
     "float64": {"dtype": torch.float64, "mask": True, "ids": True},
@@ -80,7 +81,6 @@ OF_SOFTMAX = {
     "grouped heads": {"groups": 2, "mask": True, "ids": True},
     "scores of 1000": {"weights": 1000.0},
     "values wider than the keys": {"width": 13},
-    "float16": {"dtype": torch.float16},
     "float16 and a span of 200": {"dtype": torch.float16, "spread": 40.0},
 }
 IDS = torch.tensor([4, 4, 4, 4, 1, 1, 1, 4, 4, 7, 7, 7, 7, 7, 7, 2, 2])  # one that returns begins a new document

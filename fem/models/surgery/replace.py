@@ -49,8 +49,8 @@ def replace_attention(
     and need some 30 times the original's rate (FreeEnergyHead.temperature_parameters). A transformers model, and each
     inside a model of another kind, notes the call in its config: save it with save_pretrained, load it with an Auto
     class or `fem.models.load_replaced`; its original class refuses such a folder. Where only the body of a model was
-    replaced, load_replaced opens what the whole saves. Any other model, and a part of one: build, replace,
-    load_state_dict.
+    replaced, load_replaced opens what the whole saves; so a body notes the call in a config that other models may
+    share: give these a copy. Any other model, and a part of one: build, replace, load_state_dict.
 
     Raises ValueError on attention that cannot be replaced, by name, on a model with adapters, on layers out of range or
     replaced before, and on fields that the original decides; TypeError on unknown fields.

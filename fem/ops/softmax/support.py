@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fem.ops.common.backend import portable
-from fem.ops.common.precision import compute_dtype
+from fem.ops.common.precision import upcast
 from fem.ops.common.shared import shared
 from fem.ops.common.tokens import Tokens
 
@@ -68,7 +68,7 @@ class Support(NamedTuple):
 
     def mask(self, queries: int, keys: int, device: torch.device, hidden: float) -> Float[Tensor, "#b #h tq t"]:
         """What is added to the scores, pair by pair: the bias, and `hidden` where a key is not seen."""
-        bias = torch.zeros((), device=device) if self.bias is None else self.bias.to(compute_dtype(self.bias))
+        bias = torch.zeros((), dtype=torch.float32, device=device) if self.bias is None else upcast(self.bias)
         return torch.where(self.visible(queries, keys, device), bias, hidden)
 
 
