@@ -17,7 +17,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -105,7 +104,6 @@ class FEMPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": FEMBlock}  # noqa: RUF012
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
-    _is_stateful = False  # a cache that records its past can forget the last tokens
 
     def __init__(self, config: PreTrainedConfig):
         if not isinstance(config, self.config_class):
@@ -275,6 +273,11 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether the cache cannot forget tokens, so that transformers refuses assisted decoding."""
+        return self.config._attn_implementation == EXACT or self.model.conditioned
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *sizes) -> None:
         """Prepare transformers' cache; in the exact form a FEMCache takes the place of a dynamic one."""
         exact, given = self.config._attn_implementation == EXACT, model_kwargs.get(CACHE) is not None
@@ -287,17 +290,9 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
                 + ('call model.set_attn_implementation("sdpa") first, or ' if served else "")
                 + "leave it out for a cache that can."
             )
-        drafts = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
-        if drafts and not exact and self.model.conditioned:
-            raise ValueError(
-                "assisted decoding takes tokens back, and an engine's cache cannot do so with the conditioner's state; "
-                'call model.set_attn_implementation("exact") first.'
-            )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
         if exact and dynamic and not given and model_kwargs.get(CACHE) is not None:
-            cache = model_kwargs[CACHE] = FEMCache(self.config.num_hidden_layers)
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
+            model_kwargs[CACHE] = FEMCache(self.config.num_hidden_layers)
 
     def init_continuous_batching(self, *args, **kwargs):
         """transformers' manager of pages. Raises ValueError on a model with states, which pages do not hold."""

@@ -15,7 +15,7 @@ from small_models import lively, small_config, tokens
 from transformers import DynamicCache, StaticCache
 
 from fem import PRIORS
-from fem.models import FEMCache, FEMForCausalLM
+from fem.models import FEMForCausalLM
 
 CACHED_MODES = {
     "greedy": {"do_sample": False},
@@ -179,18 +179,6 @@ def test_no_cache_is_built_unless_it_can_be_of_use(softmax_model):
     assert softmax_model.train()(ids).past_key_values is None
 
 
-@pytest.mark.parametrize(
-    ("family", "draft"), list(zip(FAMILIES, cycle(["prompt lookup", "another model", "the model itself"])))
-)
-def test_assisted_decoding_writes_the_same_text(family, draft):
-    model = small_model(**FAMILIES[family])
-    options = {"prompt_lookup_num_tokens": 3, "past_key_values": None}
-    if draft != "prompt lookup":
-        options = {"assistant_model": FEMForCausalLM(model.config).eval() if draft == "another model" else model}
-    ids = tokens(1, 4).repeat(1, 2)  # so that a lookup finds something
-    assert torch.equal(generate(model, ids, **options), generate(model, ids))
-
-
 @pytest.mark.parametrize(("family", "chunk"), list(zip(FAMILIES, cycle([4, 1, 20]))))
 def test_a_prompt_read_in_chunks_writes_the_same_text(family, chunk):
     model = small_model(**FAMILIES[family])
@@ -290,20 +278,6 @@ def test_a_step_over_a_static_cache_compiles_once():
     printed("-c", ONE_GRAPH)
 
 
-def test_a_recorded_cache_forgets_its_last_tokens(model):
-    cache = FEMCache(len(model.model.layers))
-    cache.activate_past_recording()
-    ids = tokens(2, 9)
-    model(ids[:, :5], past_key_values=cache)
-    model(tokens(2, 4, seed=7), past_key_values=cache)
-    cache.crop(-3)
-    model(ids[:, :0], past_key_values=cache)
-    cache.crop(-1)
-    assert cache.get_seq_length() == 5
-    found = model(ids[:, 5:], past_key_values=cache).logits
-    close(found, model(ids).logits[:, 5:])
-
-
 def test_an_empty_cache_of_transformers_takes_the_states_of_any_layer(model):
     ids = tokens(2, 9)
     for cache in (DynamicCache(), DynamicCache(config=model.config)):
@@ -327,8 +301,8 @@ def test_bf16_model_generates(softmax_model):
             ValueError,
             r"cached \+ new tokens\) = \(2, 8\), got \(2, 2\)",
         ),
-        (lambda m, c: c.crop(-2), ValueError, "at most the 0 that were recorded, got -2; call activate_past"),
-        (lambda m, c: c.crop(5), ValueError, "minus the number of tokens to forget, .* got 5"),
+        (lambda m, c: c.crop(-2), ValueError, "cannot forget tokens, as assisted decoding asks"),
+        (lambda m, c: generate(m, tokens(1, 6), prompt_lookup_num_tokens=2), ValueError, "assisted generation is not"),
         *(
             (
                 lambda m, c, kind=kind: m.generate(tokens(1, 4), cache_implementation=kind),
