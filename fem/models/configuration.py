@@ -45,8 +45,8 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     num_key_value_heads: key heads of the softmax layers, or None for as many as there are query heads.
     intermediate_size: width of the SwiGLU, or None for 8/3 of hidden_size, rounded up to a multiple of 256.
-    max_position_embeddings: longest row that a call accepts, packed documents apart, and where generation stops; None:
-    no limit. "auto": 4096 with a softmax layer, None for priors whose state does not grow.
+    max_position_embeddings: the length that the model is for, which engines and scaled angles ask for; None: any.
+    "auto": 4096 with a softmax layer, None for priors whose state does not grow.
     prior_type: the prior of every layer, a key of `fem.PRIORS`. layer_priors: one entry per layer instead, a name
     or a dict of mixer fields, for hybrids such as 3 * ["gla"] + [{"prior_type": "softmax", "window": 512}].
     mixer: fields of `FreeEnergyMixerConfig` that all layers share, such as {"use_conv": False}; one that not every

@@ -9,20 +9,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import (
-    Cache,
-    DynamicCache,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, logging
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
@@ -39,8 +32,6 @@ from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_
 from fem.models.peft import LORA
 from fem.ops.common.tokens import PLAIN, Tokens
 from fem.projection import Projection
-
-logger = logging.get_logger(__name__)
 
 
 class FEMBlock(GradientCheckpointingLayer):
@@ -171,8 +162,8 @@ class FEMModel(FEMPreTrainedModel):
     engine's attention, as keys and [v | e]. Arguments of transformers that mean nothing to a mixer are ignored
     (`SET_ASIDE` of fem.models.arguments).
 
-    Raises ValueError on wrong shapes, rows longer than config.max_position_embeddings and a cache that another model
-    has filled, TypeError on unknown arguments and on a cache of states for an engine's attention.
+    Raises ValueError on wrong shapes and a cache that another model has filled, TypeError on unknown arguments and on a
+    cache of states for an engine's attention.
     """
 
     def __init__(self, config: FEMConfig):
@@ -220,8 +211,6 @@ class FEMModel(FEMPreTrainedModel):
         if past_key_values is None and self._wants_cache(use_cache) and (name == EXACT or documents is None):
             past_key_values = FEMCache(len(self.layers)) if name == EXACT else DynamicCache(config=config)
             setattr(past_key_values, WRITTEN, True)
-        by_positions = name != EXACT and past_key_values is None and position_ids is not None
-        self._check_length(past, past + x.shape[1], packed=documents is not None or by_positions)
         if name == EXACT:
             told = {"attention_mask": mask_of_new_tokens(attention_mask, past, x), "segment_ids": documents}
         else:
@@ -237,19 +226,6 @@ class FEMModel(FEMPreTrainedModel):
 
     def _wants_cache(self, use_cache: bool | None) -> bool:
         return self.config.use_cache and not self.training if use_cache is None else use_cache
-
-    def _check_length(self, past: int | Tensor, length: int | Tensor, packed: bool) -> None:
-        """Raise ValueError on too long a row. A static cache counts its tokens on the device, so it is not checked."""
-        longest = self.config.max_position_embeddings
-        if longest is None or packed or isinstance(past, Tensor) or length <= longest:
-            return
-        if past:  # only a warning: generation goes on with the text so far
-            logger.warning_once(f"the row grows beyond config.max_position_embeddings = {longest}.")
-        else:
-            raise ValueError(
-                f"the row has {length} tokens, cached ones included, but config.max_position_embeddings = {longest}; "
-                "shorten it, or raise the limit in the config (None: no limit)."
-            )
 
 
 class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
@@ -311,24 +287,6 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             return kept
         masks = masks_of(config, self.model.kinds, inputs_embeds, attention_mask, position_ids, past_key_values)
         return masks | {KEPT: kept}
-
-    def _prepare_generated_length(
-        self, generation_config, *, model_input_name, input_ids_length, inputs_tensor, **defaults
-    ) -> GenerationConfig:
-        """Set the lengths as transformers does; rows, embeddings included, end at config.max_position_embeddings."""
-        said = {"model_input_name": model_input_name, "input_ids_length": input_ids_length}
-        prepared = super()._prepare_generated_length(generation_config, inputs_tensor=inputs_tensor, **said, **defaults)
-        longest = self.config.max_position_embeddings
-        if longest is not None:
-            embedded = inputs_tensor.shape[1] - input_ids_length if model_input_name == "inputs_embeds" else 0
-            most = max(longest - embedded, input_ids_length + 1)
-            if prepared.max_length > most:
-                prepared.max_length = most
-                logger.warning_once(
-                    f"the text ends at config.max_position_embeddings = {longest} tokens, prompt included, before the "
-                    "length that was asked for."
-                )
-        return prepared
 
     @can_return_tuple
     def forward(
