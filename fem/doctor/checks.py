@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,11 +26,27 @@ def outcome(what: str, run: Callable[[], str | None], **more: Any) -> Row:
     return {"check": what, **more, "result": result}
 
 
-def _apart(tensors: list[Tensor], wanted: list[Tensor], limit: float = 1e-3) -> str | None:
-    """None where every tensor equals the one that is wanted, to `limit` of its norm; else by how much one is off."""
-    errors = [(a - b).norm() / b.norm().clamp_min(1e-3) for a, b in zip(tensors, wanted)]
+def _apart(tensors: list[Tensor], wanted: list[Tensor], limit: float = 1e-3, least: float = 1e-3) -> str | None:
+    """None where every tensor equals the one that is wanted, to `limit` of its norm, which counts as `least` or more;
+    else by how much one is off."""
+    errors = [
+        (a.double().cpu() - b.double().cpu()).norm() / b.norm().cpu().clamp_min(least) for a, b in zip(tensors, wanted)
+    ]
     worst = torch.stack(errors).max().item()  # NaN, where one is, which Python's max may pass over
     return None if worst <= limit else f"off by {worst:.2g} of the norm"
+
+
+def _trained(layer: FreeEnergyMixer, x: Tensor, run: Callable | None = None) -> list[Tensor]:
+    """The output of the layer, or of `run`, and every gradient of the layer's parameters."""
+    y = (layer if run is None else run)(x)
+    return [y, *torch.autograd.grad(y.float().square().sum(), list(layer.parameters()), materialize_grads=True)]
+
+
+def _exact(layer: FreeEnergyMixer) -> FreeEnergyMixer:
+    """The same layer in float64 on the CPU."""
+    exact = FreeEnergyMixer(replace(layer.config, backend="plain")).double()
+    exact.load_state_dict(layer.state_dict())
+    return exact
 
 
 def scans(device: torch.device, prior: str) -> Iterator[Row]:
@@ -38,28 +55,27 @@ def scans(device: torch.device, prior: str) -> Iterator[Row]:
     flash-linear-attention's kernels multiply float32 inputs in TF32, so their limit is bfloat16's. In bfloat16 features
     of `linear` near ReLU's kink fall on its other side: gradients of the query are off by 8 %, in the plain form, too.
     """
+    products = device.type == "cuda" and prior in ("linear", "gla")
+    rounded = 1e-1 if prior == "linear" else 5e-2
     for fields in [{"decay": "head"}, {"decay": "channel"}] if prior == "gla" else [{}]:
         config = FreeEnergyMixerConfig(n_embd=64, n_head=2, prior_type=prior, **fields)
         name = ", ".join([prior, *fields.values()])
-        products = device.type == "cuda" and prior in ("linear", "gla")
-        rounded = 1e-1 if prior == "linear" else 5e-2
         for dtype, limit in ((torch.float32, 5e-2 if products else 1e-3), (torch.bfloat16, rounded)):
-            run = partial(_against_float64, config, device, dtype, limit)
+            run = partial(_against_float64, *_built(config, device, dtype), limit)
             yield outcome(name, run, dtype=str(dtype)[6:])
-        torch.manual_seed(0)
-        layer, x = FreeEnergyMixer(config).to(device), torch.randn(2, 130, config.n_embd, device=device)
-        yield outcome(f"{name}, token by token", partial(_token_by_token, layer, x), dtype="float32")
+        run = partial(_token_by_token, *_built(config, device))
+        yield outcome(f"{name}, token by token", run, dtype="float32")
 
 
-def _against_float64(config, device, dtype: torch.dtype, limit: float) -> str | None:
+def _built(config, device, dtype: torch.dtype = torch.float32) -> tuple[FreeEnergyMixer, Tensor]:
     torch.manual_seed(0)
-    layer, x = FreeEnergyMixer(config).to(dtype), torch.randn(2, 130, config.n_embd).to(dtype)
-    exact = FreeEnergyMixer(replace(config, backend="plain")).double()
-    exact.load_state_dict(layer.state_dict())
-    wanted = _trained(exact, x.double(), list(exact.parameters()))
-    layer = layer.to(device)
-    outputs = [part.double().cpu() for part in _trained(layer, x.to(device), list(layer.parameters()))]
-    return _apart(outputs, wanted, limit)
+    return FreeEnergyMixer(config).to(device, dtype), torch.randn(2, 130, config.n_embd).to(device, dtype)
+
+
+def _against_float64(layer: FreeEnergyMixer, x: Tensor, limit: float, least: float = 1e-3) -> str | None:
+    """Output and gradients; a tensor's error counts by its norm, or `least` of the largest norm where that is more."""
+    wanted = _trained(_exact(layer), x.double().cpu())
+    return _apart(_trained(layer, x), wanted, limit, least * max(part.norm() for part in wanted).item())
 
 
 def softmax(device: torch.device) -> Iterator[Row]:
@@ -154,27 +170,18 @@ def _layer_in_bfloat16(config, device, spikes: bool) -> tuple[FreeEnergyMixer, T
 
 
 def _fused(config, device, spikes: bool) -> str | None:
-    layer, x = _layer_in_bfloat16(config, device, spikes)
-    exact = FreeEnergyMixer(replace(config, backend="plain")).double()
-    exact.load_state_dict(layer.state_dict())
-    wanted = _trained(exact, x.double().cpu(), list(exact.parameters()))
-    outputs = [part.double().cpu() for part in _trained(layer, x, list(layer.parameters()))]
-    least = 1e-2 * max(part.norm() for part in wanted)  # a gradient of 0, as of a bias of keys, is rounding
-    errors = [(a - b).norm() / b.norm().clamp_min(least) for a, b in zip(outputs, wanted)]
-    worst = torch.stack(errors).max().item()
-    return None if worst <= 5e-2 else f"off by {worst:.2g} of the norm"
+    """To a hundredth of the largest norm: a gradient of 0, as of a bias of keys, is rounding."""
+    return _against_float64(*_layer_in_bfloat16(config, device, spikes), 5e-2, 1e-2)
 
 
 @torch.no_grad()
 def _token_by_token(layer: FreeEnergyMixer, x: Tensor) -> str | None:
     """The last four tokens from the state of those before, against the whole sequence in float64 on the CPU."""
-    exact = FreeEnergyMixer(replace(layer.config, backend="plain")).double()
-    exact.load_state_dict(layer.state_dict())
-    wanted = exact(x.double().cpu())[:, -4:]
+    wanted = _exact(layer)(x.double().cpu())[:, -4:]
     _, state = layer(x[:, :-4], return_state=True)
     for n, token in enumerate(x[:, -4:].split(1, 1)):
         y, state = layer(token, state=state, return_state=True)
-        if wrong := _apart([y.double().cpu()], [wanted[:, n : n + 1]], 5e-2):
+        if wrong := _apart([y], [wanted[:, n : n + 1]], 5e-2):
             return f"token {n + 1}: {wrong}"
     return None
 
@@ -182,19 +189,29 @@ def _token_by_token(layer: FreeEnergyMixer, x: Tensor) -> str | None:
 def _captured_training(config, device, spikes: bool) -> str | None:
     """A train step, captured in a CUDA graph and replayed."""
     layer, x = _layer_in_bfloat16(config, device, spikes)
-    run = lambda: _trained(layer, x, list(layer.parameters()))  # noqa: E731
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    return _apart(*_replayed(lambda: _trained(layer, x), device), 1e-2)
+
+
+def _replayed(run: Callable[[], list[Tensor]], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """What the replay of a CUDA graph of `run` computes, and what `run` itself does."""
+    with _side_stream(device):
         for _ in range(3):
             wanted = run()
-    torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = run()
     graph.replay()
     torch.cuda.synchronize()
-    return _apart(got, wanted, 1e-2)
+    return got, wanted
+
+
+@contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def compiled_model(device: torch.device) -> Iterator[Row]:
@@ -229,18 +246,12 @@ def situations(device: torch.device) -> Iterator[Row]:
                 yield outcome(what, lambda run=run, config=config: run(config, device), prior=prior)
 
 
-def _trained(layer: Callable, x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    y = layer(x)
-    return [y, *torch.autograd.grad(y.float().square().sum(), parameters, materialize_grads=True)]
-
-
 def _same(config, device, change: Callable[[FreeEnergyMixer], Callable], elsewhere=None) -> str | None:
     """None where output and gradients of the changed layer, on `elsewhere` if given, equal the unchanged layer's."""
     sides = []
     for home, changed in ((device, lambda layer: layer), (elsewhere or device, change)):
-        torch.manual_seed(0)
-        layer, x = FreeEnergyMixer(config).to(home), torch.randn(2, 65, config.n_embd).to(home)
-        sides.append([part.to(device) for part in _trained(changed(layer), x, list(layer.parameters()))])
+        layer, x = _built(config, home)
+        sides.append(_trained(layer, x, changed(layer)))
     return _apart(*reversed(sides))
 
 
@@ -256,35 +267,14 @@ def _compiled(config, device, **options: bool) -> str | None:
 
 
 def _on_a_side_stream(config, device) -> str | None:
-    def there(layer):
-        def run(x):
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                y = layer(x)
-            torch.cuda.current_stream(device).wait_stream(stream)
-            return y
-
-        return run
-
-    return _same(config, device, there)
+    return _same(config, device, lambda layer: _side_stream(device)(layer.__call__))
 
 
+@torch.no_grad()
 def _captured(config, device) -> str | None:
     """The forward pass of one token, captured in a CUDA graph and replayed."""
-    torch.manual_seed(0)
-    layer = FreeEnergyMixer(replace(config, dropout=0.0)).to(device).eval()
-    x = torch.randn(2, 1, config.n_embd, device=device)
-    with torch.no_grad():
-        for _ in range(3):
-            wanted = layer(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = layer(x)
-        graph.replay()
-    torch.cuda.synchronize()
-    return None if torch.allclose(got, wanted, rtol=1e-4, atol=1e-5) else "a replay differs"
+    layer, x = _built(config, device)
+    return _apart(*_replayed(lambda: [layer(x[:, :1])], device))
 
 
 SECOND = "second GPU"  # left out where there is none; cuda:0 stays the current one

@@ -224,7 +224,7 @@ def test_a_token_can_be_captured_in_a_graph(prior):
 @pytest.mark.parametrize("step", [name for name in steps() if name not in ("software", "layers")])
 def test_a_step_of_the_doctor_raises_nothing(step):
     """Values aside: a comparison that fails says "off by" or "differs", an exception its type."""
-    rows = list(steps()[step].rows(torch.device("cuda", 0)))
+    rows = list(steps()[step](torch.device("cuda", 0)))
     assert rows
     raised = [row for row in rows if re.match(r"\w+(Error|Exception|Failed|Exceeded)\b", row["result"])]
     assert not raised, raised[:3]
