@@ -17,7 +17,6 @@ from fem.provenance import first_line, read_json
 if TYPE_CHECKING:
     from torch import nn
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 LOCK = ".lock"
 STAGING = ".saving"  # in the output folder: where a checkpoint is written before it is renamed
 KEPT = 2  # checkpoints of a training that goes on by itself
@@ -62,7 +61,7 @@ def one_writer(folder: Path) -> Iterator[None]:
 def model_folder(folder: str | Path) -> Path:
     """The folder with the weights: `folder` itself, its newest checkpoint, or its subfolder `model`.
 
-    Raises ValueError where none of them holds a model in safetensors.
+    Raises ValueError where none of them holds a model.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -72,8 +71,6 @@ def model_folder(folder: str | Path) -> Path:
     chosen = next(filter(_holds_a_model, places), None)
     if chosen is None:
         raise ValueError(f"model must hold a config.json with a model_type, got {str(folder)!r} without one.")
-    if not any((chosen / name).exists() for name in WEIGHTS):
-        raise ValueError(f"model must hold its weights as safetensors, got {str(chosen)!r} without them.")
     return chosen
 
 

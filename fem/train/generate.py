@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from transformers.generation import BaseStreamer
 
 NEW_TOKENS = 200
-LEAST_TEMPERATURE = 1e-6  # logits divided by less may overflow
 
 
 def continue_prompt(
@@ -28,15 +27,10 @@ def continue_prompt(
 
     temperature: 0 takes the likeliest token. max_new_tokens: None is 200, or as many as fit into the context.
     Raises ValueError where they do not fit into the context, where an empty prompt meets a tokenizer without a token
-    that begins a document, a prompt that is not UTF-8, a temperature between 0 and 1e-6, and on numbers that
-    transformers refuses.
+    that begins a document, and on numbers that transformers refuses.
     """
     import torch
 
-    if 0 < temperature < LEAST_TEMPERATURE:
-        raise ValueError(f"temperature must be 0 or {LEAST_TEMPERATURE:g} or more, got {temperature!r}.")
-    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-        raise ValueError(f"prompt must be UTF-8, got {prompt!r}.")
     begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     ids = tokenizer(prompt)["input_ids"] or [begin]
     if ids == [None]:

@@ -95,8 +95,6 @@ def test_a_prompt_of_its_own_fills_the_context(model):
         ({"prompt": "the", "max_new_tokens": 0}, "max_new_tokens.* must be greater than 0"),
         ({"prompt": "the", "temperature": -1.0}, "temperature.* has to be a strictly positive float"),
         ({"prompt": "the", "temperature": math.nan}, "temperature.* has to be a strictly positive float"),
-        ({"prompt": "the", "temperature": 1e-40}, "temperature must be 0 or 1e-06 or more, got 1e-40"),
-        ({"prompt": "the \udcff"}, "prompt must be UTF-8"),
         ({"prompt": "the", "top_k": -1}, "top_k.* has to be a strictly positive integer"),
     ],
 )
