@@ -254,22 +254,6 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         """Whether the cache cannot forget tokens, so that transformers refuses assisted decoding."""
         return self.config._attn_implementation == EXACT or self.model.conditioned
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *sizes) -> None:
-        """Prepare transformers' cache; in the exact form a FEMCache takes the place of a dynamic one."""
-        exact, given = self.config._attn_implementation == EXACT, model_kwargs.get(CACHE) is not None
-        kind = generation_config.cache_implementation or "dynamic"
-        dynamic, fixed = kind.startswith("dynamic"), all(block.has_fixed_state for block in self.model.layers)
-        if exact and not dynamic and not (fixed and kind == "static"):
-            served = self._no_engine(self.config) is None
-            raise ValueError(
-                f"cache_implementation={kind!r} cannot hold the states of this model's exact form; "
-                + ('call model.set_attn_implementation("sdpa") first, or ' if served else "")
-                + "leave it out for a cache that can."
-            )
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
-        if exact and dynamic and not given and model_kwargs.get(CACHE) is not None:
-            model_kwargs[CACHE] = FEMCache(self.config.num_hidden_layers)
-
     def init_continuous_batching(self, *args, **kwargs):
         """transformers' manager of pages. Raises ValueError on a model with states, which pages do not hold."""
         reason = obstacle_to_pages(self.config)
