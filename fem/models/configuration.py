@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from types import NoneType
 from typing import no_type_check
 
 from transformers import PreTrainedConfig
@@ -198,13 +197,6 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     def _check_sizes(self):
         check_sizes(self, SIZES, ("rms_norm_eps", "initializer_range"))
-        for name in ("tie_word_embeddings", "use_cache"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if not isinstance(self.prior_type, str):
-            raise ValueError(f"prior_type must be one of {', '.join(PRIORS)}; got {self.prior_type!r}.")
-        if not isinstance(self.layer_priors, (list, tuple, NoneType)):
-            raise TypeError(f"layer_priors must be a list with an entry per layer, got {self.layer_priors!r}.")
         if self.layer_priors is not None and len(self.layer_priors) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_priors must have one entry per layer, num_hidden_layers = {self.num_hidden_layers}, "

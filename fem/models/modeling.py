@@ -196,10 +196,6 @@ class FEMModel(FEMPreTrainedModel):
             raise ValueError(
                 "output_attentions must be False, as no maps are kept, got True; layers[i].mixer.inspect(x) makes them."
             )
-        if input_ids is not None and (input_ids.dim() != 2 or input_ids.is_floating_point()):
-            raise ValueError(
-                f"input_ids must be integers of shape (batch, tokens), got {tuple(input_ids.shape)} {input_ids.dtype}."
-            )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         config, name = self.config, self.config._attn_implementation
         if name == EXACT:
@@ -208,7 +204,8 @@ class FEMModel(FEMPreTrainedModel):
             check_names(self, {name: kwargs.get(name) for name in SAID_BY_POSITIONS}, position_ids)
         past, cached = tokens_in(past_key_values), past_key_values is not None or bool(use_cache)
         documents = documents_of(config, x, attention_mask, position_ids, segment_ids, past, cached)
-        if past_key_values is None and self._wants_cache(use_cache) and (name == EXACT or documents is None):
+        wants_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if past_key_values is None and wants_cache and (name == EXACT or documents is None):
             past_key_values = FEMCache(len(self.layers)) if name == EXACT else DynamicCache(config=config)
             setattr(past_key_values, WRITTEN, True)
         if name == EXACT:
@@ -223,9 +220,6 @@ class FEMModel(FEMPreTrainedModel):
         for block in self.layers:
             x = block(x, **{CACHE: past_key_values} | told)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: past_key_values})
-
-    def _wants_cache(self, use_cache: bool | None) -> bool:
-        return self.config.use_cache and not self.training if use_cache is None else use_cache
 
 
 class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
@@ -307,8 +301,6 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             loss = self._loss(hidden, labels, shift_labels, documents, num_items_in_batch)
         if not trained or not self.training or logits_to_keep is not None:
             keep = 0 if logits_to_keep is None else logits_to_keep
-            if isinstance(keep, int) and keep < 0:
-                raise ValueError(f"logits_to_keep must be 0, for all, or how many of the last positions, got {keep}.")
             logits = self.lm_head(hidden[:, slice(-keep, None) if isinstance(keep, int) else keep])
         return CausalLMOutputWithPast(
             loss=loss,
@@ -318,16 +310,10 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         )
 
     def _loss(self, hidden: Tensor, labels, shift_labels, segment_ids, num_items) -> Float[Tensor, ""]:
-        name, ids = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
-        if ids.shape != hidden.shape[:2] or ids.is_floating_point():
-            raise ValueError(
-                f"{name} must be integers of shape (batch, time) = {tuple(hidden.shape[:2])}, got {tuple(ids.shape)} "
-                f"{ids.dtype}."
-            )
         if shift_labels is None and segment_ids is not None:
             opens = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
-            ids = ids.masked_fill(opens, IGNORED)
-        targets = next_tokens(ids) if shift_labels is None else ids
+            labels = labels.masked_fill(opens, IGNORED)
+        targets = next_tokens(labels) if shift_labels is None else shift_labels
         targets = targets.to(hidden.device, torch.long)
         if not is_one_weight(self.lm_head):
             return cross_entropy_of_logits(self.lm_head(hidden), targets, num_items)

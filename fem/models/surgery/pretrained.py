@@ -99,7 +99,8 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
     kv_heads = heads // groups if groups else _first(module, KV_HEADS) or heads
     theta = _rope_theta(module)
     causal = _is_causal(module) or bool(getattr(module, "is_decoder", False))  # NLLB-MoE's decoder says the latter only
-    sizes = {"n_embd": _in(first), "n_head": heads, "causal": causal, "dropout": _dropout(module)}
+    width_in = getattr(first, "in_features", first.weight.shape[0])  # GPT-2's Conv1D has no in_features
+    sizes = {"n_embd": width_in, "n_head": heads, "causal": causal, "dropout": _dropout(module)}
     return Site(
         module,
         first.weight,
@@ -200,11 +201,6 @@ def _first(thing: object, names: Iterable[str]) -> int | None:
     """The first of the attributes that is a positive whole number."""
     values = (getattr(thing, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
-
-
-def _in(projection: nn.Module) -> int:
-    """Its input width; GPT-2's Conv1D has no in_features."""
-    return projection.in_features if hasattr(projection, "in_features") else projection.weight.shape[0]
 
 
 def _is_causal(attention: nn.Module) -> bool:
