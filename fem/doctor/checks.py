@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.functional import decay_scan, softmax_read
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.functional import softmax_read
 
 Row = dict[str, Any]
 
@@ -26,7 +26,7 @@ def outcome(what: str, run: Callable[[], str | None], **more: Any) -> Row:
     return {"check": what, **more, "result": result}
 
 
-def _apart(tensors: list[Tensor], wanted: list[Tensor], limit: float = 1e-3, least: float = 1e-3) -> str | None:
+def apart(tensors: list[Tensor], wanted: list[Tensor], limit: float = 1e-3, least: float = 1e-3) -> str | None:
     """None where every tensor equals the one that is wanted, to `limit` of its norm, which counts as `least` or more;
     else by how much one is off."""
     errors = [
@@ -36,7 +36,7 @@ def _apart(tensors: list[Tensor], wanted: list[Tensor], limit: float = 1e-3, lea
     return None if worst <= limit else f"off by {worst:.2g} of the norm"
 
 
-def _trained(layer: FreeEnergyMixer, x: Tensor, run: Callable | None = None) -> list[Tensor]:
+def trained(layer: FreeEnergyMixer, x: Tensor, run: Callable | None = None) -> list[Tensor]:
     """The output of the layer, or of `run`, and every gradient of the layer's parameters."""
     y = (layer if run is None else run)(x)
     return [y, *torch.autograd.grad(y.float().square().sum(), list(layer.parameters()), materialize_grads=True)]
@@ -61,21 +61,21 @@ def scans(device: torch.device, prior: str) -> Iterator[Row]:
         config = FreeEnergyMixerConfig(n_embd=64, n_head=2, prior_type=prior, **fields)
         name = ", ".join([prior, *fields.values()])
         for dtype, limit in ((torch.float32, 5e-2 if products else 1e-3), (torch.bfloat16, rounded)):
-            run = partial(_against_float64, *_built(config, device, dtype), limit)
+            run = partial(_against_float64, *built(config, device, dtype), limit)
             yield outcome(name, run, dtype=str(dtype)[6:])
-        run = partial(_token_by_token, *_built(config, device))
+        run = partial(_token_by_token, *built(config, device))
         yield outcome(f"{name}, token by token", run, dtype="float32")
 
 
-def _built(config, device, dtype: torch.dtype = torch.float32) -> tuple[FreeEnergyMixer, Tensor]:
+def built(config, device, dtype: torch.dtype = torch.float32) -> tuple[FreeEnergyMixer, Tensor]:
     torch.manual_seed(0)
     return FreeEnergyMixer(config).to(device, dtype), torch.randn(2, 130, config.n_embd).to(device, dtype)
 
 
 def _against_float64(layer: FreeEnergyMixer, x: Tensor, limit: float, least: float = 1e-3) -> str | None:
     """Output and gradients; a tensor's error counts by its norm, or `least` of the largest norm where that is more."""
-    wanted = _trained(_exact(layer), x.double().cpu())
-    return _apart(_trained(layer, x), wanted, limit, least * max(part.norm() for part in wanted).item())
+    wanted = trained(_exact(layer), x.double().cpu())
+    return apart(trained(layer, x), wanted, limit, least * max(part.norm() for part in wanted).item())
 
 
 def softmax(device: torch.device) -> Iterator[Row]:
@@ -181,7 +181,7 @@ def _token_by_token(layer: FreeEnergyMixer, x: Tensor) -> str | None:
     _, state = layer(x[:, :-4], return_state=True)
     for n, token in enumerate(x[:, -4:].split(1, 1)):
         y, state = layer(token, state=state, return_state=True)
-        if wrong := _apart([y], [wanted[:, n : n + 1]], 5e-2):
+        if wrong := apart([y], [wanted[:, n : n + 1]], 5e-2):
             return f"token {n + 1}: {wrong}"
     return None
 
@@ -189,12 +189,12 @@ def _token_by_token(layer: FreeEnergyMixer, x: Tensor) -> str | None:
 def _captured_training(config, device, spikes: bool) -> str | None:
     """A train step, captured in a CUDA graph and replayed."""
     layer, x = _layer_in_bfloat16(config, device, spikes)
-    return _apart(*_replayed(lambda: _trained(layer, x), device), 1e-2)
+    return apart(*replayed(lambda: trained(layer, x), device), 1e-2)
 
 
-def _replayed(run: Callable[[], list[Tensor]], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+def replayed(run: Callable[[], list[Tensor]], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
     """What the replay of a CUDA graph of `run` computes, and what `run` itself does."""
-    with _side_stream(device):
+    with side_stream(device):
         for _ in range(3):
             wanted = run()
     graph = torch.cuda.CUDAGraph()
@@ -206,7 +206,7 @@ def _replayed(run: Callable[[], list[Tensor]], device: torch.device) -> tuple[li
 
 
 @contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
+def side_stream(device: torch.device) -> Iterator[None]:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -231,79 +231,4 @@ def _compiled_model(model, device: torch.device) -> str | None:
     for run in (model, torch.compile(model, backend="inductor" if device.type == "cuda" else "aot_eager")):
         loss = run(ids, labels=ids).loss
         sides.append([loss, *torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)])
-    return _apart(*reversed(sides))
-
-
-def situations(device: torch.device) -> Iterator[Row]:
-    """A layer of every prior as users run it: checkpointed, compiled, on a side stream, captured, on another GPU."""
-    gpu = device.type == "cuda"
-    for prior in PRIORS:
-        config = FreeEnergyMixerConfig(n_embd=64, n_head=2, prior_type=prior)
-        for what, run in SITUATIONS.items():
-            if what == SECOND and torch.cuda.device_count() < 2:
-                continue
-            if gpu or what in ("checkpointing", "compile"):
-                yield outcome(what, lambda run=run, config=config: run(config, device), prior=prior)
-
-
-def _same(config, device, change: Callable[[FreeEnergyMixer], Callable], elsewhere=None) -> str | None:
-    """None where output and gradients of the changed layer, on `elsewhere` if given, equal the unchanged layer's."""
-    sides = []
-    for home, changed in ((device, lambda layer: layer), (elsewhere or device, change)):
-        layer, x = _built(config, home)
-        sides.append(_trained(layer, x, changed(layer)))
-    return _apart(*reversed(sides))
-
-
-def _checkpointed(config, device) -> str | None:
-    from torch.utils.checkpoint import checkpoint
-
-    return _same(config, device, lambda layer: lambda x: checkpoint(layer, x, use_reentrant=False))
-
-
-def _compiled(config, device, **options: bool) -> str | None:
-    how = {"options": options} if device.type == "cuda" else {"backend": "aot_eager"}
-    return _same(config, device, lambda layer: torch.compile(layer, **how))
-
-
-def _on_a_side_stream(config, device) -> str | None:
-    return _same(config, device, lambda layer: _side_stream(device)(layer.__call__))
-
-
-@torch.no_grad()
-def _captured(config, device) -> str | None:
-    """The forward pass of one token, captured in a CUDA graph and replayed."""
-    layer, x = _built(config, device)
-    return _apart(*_replayed(lambda: [layer(x[:, :1])], device))
-
-
-SECOND = "second GPU"  # left out where there is none; cuda:0 stays the current one
-SITUATIONS: dict[str, Callable] = {
-    "checkpointing": _checkpointed,
-    "compile": _compiled,
-    "CUDA graphs by compile": lambda config, device: _compiled(
-        config, device, **{"triton.cudagraphs": True, "graph_partition": False}
-    ),
-    "side stream": _on_a_side_stream,
-    "CUDA graph": _captured,
-    SECOND: lambda config, device: _same(config, device, lambda layer: layer, torch.device("cuda:1")),
-}
-
-
-def large_offsets(device: torch.device) -> Iterator[Row]:
-    """A tensor in which the last tokens lie 2^31 numbers and more from the first."""
-
-    def run() -> str | None:
-        channels, time = 1024, 2**21 + 65
-        free, _ = torch.cuda.mem_get_info(device)
-        if free < 24 * channels * time:  # in bfloat16, and in float32 where it is summed
-            return f"{free / 2**30:.0f} GiB free, {24 * channels * time / 2**30:.0f} needed"
-        decay = torch.full((1, time, channels), -0.1, dtype=torch.bfloat16, device=device)
-        u = torch.zeros_like(decay)
-        u[:, -65:] = 1.0
-        end = decay_scan(decay, u)[:, -65:]
-        wanted = decay_scan(decay[:, -65:].float(), u[:, -65:].float(), backend="plain")
-        return None if torch.allclose(end.float(), wanted, rtol=1e-2) else "the last tokens are wrong"
-
-    if device.type == "cuda":
-        yield outcome("the decaying sum of 2^31 numbers", run)
+    return apart(*reversed(sides))
