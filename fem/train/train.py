@@ -61,7 +61,6 @@ def run(recipe: TrainRecipe, output: Path, resume: bool = False) -> dict:
 
 def check(recipe: TrainRecipe, output: Path, resume: bool) -> None:
     """Raises ValueError where no training can begin; writes nothing."""
-    check_output(output)
     check_data(recipe, output)
     check_preset(recipe.preset)
     model_config(recipe, recipe.model_fields().get("vocab_size", recipe.vocabulary))
