@@ -231,6 +231,7 @@ def test_a_step_of_the_doctor_raises_nothing(step):
     assert not raised, raised[:3]
 
 
+@full
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_a_situation_of_a_card_raises_nothing(situation, prior):
