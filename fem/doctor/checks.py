@@ -102,15 +102,13 @@ def _softmax(device, dtype, time: int, width: int, what: str) -> str | None:
         inputs["v"][:, time // 3] = 40.0
     inputs = {name: x.to(dtype) for name, x in inputs.items()}
     inputs["beta"] = torch.full((heads // groups, width // 2), 1.95)
-    options: dict[str, Any] = {}
-    if what == "window":
-        options["window"] = 50
-    if what == "documents":
-        options["segment_ids"] = (torch.arange(time) // 40)[None]
-    if what == "mask":
-        options["key_mask"] = (torch.arange(time) % 7 != 3)[None]
-    if what == "bias":
-        options["bias"] = -0.1 * (torch.arange(time)[:, None] - torch.arange(time)).abs()[None, None].float()
+    place = torch.arange(time)
+    options: dict[str, Any] = {
+        "window": {"window": 50},
+        "documents": {"segment_ids": (place // 40)[None]},
+        "mask": {"key_mask": (place % 7 != 3)[None]},
+        "bias": {"bias": -0.1 * (place[:, None] - place).abs()[None, None].float()},
+    }.get(what, {})
 
     def run(device, in_float64: bool, backend: str) -> list[Tensor]:
         move = lambda x: x.to(device) if isinstance(x, Tensor) else x  # noqa: E731

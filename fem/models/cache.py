@@ -168,13 +168,12 @@ def place_beside_keys(cache: Cache, layer: int) -> Float[Tensor, "b c"] | None:
     """
     layers = cache.layers
     if layer == len(layers):
-        layers.append(LinearAttentionAndFullAttentionLayer())
+        layers.append(DynamicLayer())
     held = layers[layer]
     if not held.is_initialized and type(held) is DynamicLayer:
-        layers[layer] = LinearAttentionAndFullAttentionLayer()
+        held = layers[layer] = LinearAttentionAndFullAttentionLayer()
     elif not held.is_initialized and type(held) is StaticLayer:
-        layers[layer] = LinearAttentionAndStaticFullAttentionLayer(held.max_cache_len)
-    held = layers[layer]
+        held = layers[layer] = LinearAttentionAndStaticFullAttentionLayer(held.max_cache_len)
     if not isinstance(held, (LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer)):
         raise ValueError(
             "past_key_values must be an empty DynamicCache or StaticCache, or one that this model has filled, as the "
