@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fem.inspect.settings import MOST_TOKENS, InspectRecipe
+from fem.inspect import MOST_TOKENS
 
 
 def command(
@@ -17,11 +17,10 @@ def command(
     output: Annotated[Path, typer.Option(help="Folder of page, picture and tables.")] = Path("runs/inspect"),
 ):
     """Draw what each channel of each head reads from a text: a page to explore, a picture, and tables."""
-    recipe = InspectRecipe(text=text, layers=layers)
     from transformers.utils.logging import disable_progress_bar
 
     from fem.inspect.experiment import run
 
     disable_progress_bar()
-    run(model, recipe, output)
+    run(model, text, layers, output)
     typer.echo(f"written to {output}: open inspect.html in a browser; inspect.png, heads.csv")

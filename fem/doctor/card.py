@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -24,11 +23,6 @@ from fem.tables import markdown_table
 LIMIT = 1200  # seconds that a step may take: first calls compile, and flash-linear-attention's kernels tune themselves
 
 
-class Step(NamedTuple):
-    title: str
-    rows: Callable[[torch.device], Iterator[dict]]
-
-
 def software(device: torch.device) -> Iterator[dict]:
     """Versions, of the packages whose kernels scans are read by, too."""
     for name, version in versions().items():
@@ -37,48 +31,40 @@ def software(device: torch.device) -> Iterator[dict]:
         yield {"part": name, "found": installed(name) or "missing", "result": "ok"}
 
 
-def steps() -> dict[str, Step]:
+def steps() -> dict[str, Callable[[torch.device], Iterator[dict]]]:
+    """The checks by name; those of scans have the name of their prior."""
     from fem.doctor import checks
 
-    scans = {
-        prior: Step(f"Layers of {prior} against float64", partial(checks.scans, prior=prior))
-        for prior in PRIORS
-        if prior != "softmax"
-    }
     return {
-        "software": Step("Versions", software),
-        **scans,
-        "softmax": Step("Softmax reads against the plain form in float64", checks.softmax),
-        "layers": Step("Softmax layers in bfloat16 against float64", checks.layers),
-        "model": Step("A language model, compiled", checks.compiled_model),
-        "situations": Step("A layer checkpointed, compiled, captured", checks.situations),
-        "offsets": Step("Tensors of more than 2^31 numbers", checks.large_offsets),
+        "software": software,
+        **{prior: partial(checks.scans, prior=prior) for prior in PRIORS if prior != "softmax"},
+        "softmax": checks.softmax,
+        "layers": checks.layers,
+        "model": checks.compiled_model,
     }
 
 
 def examine(output: Path, only: str | None = None) -> dict:
     """Run the steps and write results.json and report.md to `output`; returns what results.json holds."""
-    known = steps()
-    names = list(known) if only is None else listed(only)
-    require_some_of("--only", names, known)
-    chosen = {name: known[name] for name in names}
+    names = list(steps()) if only is None else listed(only)
+    require_some_of("--only", names, steps())
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     check_output(output, "doctor")
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / CONFIG, {"experiment": "doctor"})
     outcomes: dict = {}
     results = {"device": device, "hardware": hardware(), "versions": versions(), "date": now(), "steps": outcomes}
-    print(f"{len(chosen)} steps side by side, at most {LIMIT} s each")
+    print(f"{len(names)} steps side by side, at most {LIMIT} s each")
     pool = ThreadPoolExecutor(os.cpu_count())
-    ends = {pool.submit(_in_a_process, name, device, output / f"{name}.jsonl"): name for name in chosen}
+    ends = {pool.submit(_in_a_process, name, device, output / f"{name}.jsonl"): name for name in names}
     try:
         for end in as_completed(ends):
             name = ends[end]
             outcomes[name] = found = end.result()
-            print(f"{chosen[name].title}: {found['ended']}, {found['seconds']:.0f} s")
+            print(f"{name}: {found['ended']}, {found['seconds']:.0f} s")
             results["verdict"] = verdict(device, outcomes)
             write_json(output / "results.json", results)  # what is done stays, whatever becomes of the other steps
-            (output / "report.md").write_text(page(results, chosen), encoding="utf-8")
+            (output / "report.md").write_text(page(results), encoding="utf-8")
     finally:
         pool.shutdown(cancel_futures=True)  # an interrupted run starts no further step
     return results
@@ -111,16 +97,12 @@ def verdict(device: str, outcomes: dict) -> str:
     return text + "."
 
 
-def page(results: dict, chosen: dict[str, Step]) -> str:
+def page(results: dict) -> str:
     parts = [f"# fem doctor --gpu\n\n{results['verdict']}\n"]
-    for name in [name for name in chosen if name in results["steps"]]:
-        step = results["steps"][name]
-        parts.append(f"## {chosen[name].title}\n\nEnded: {step['ended']}, after {step['seconds']} s.\n")
+    for name, step in results["steps"].items():
+        parts.append(f"## {name}\n\nEnded: {step['ended']}, after {step['seconds']} s.\n")
         columns = list(dict.fromkeys(column for row in step["rows"] for column in row))
-        if columns:
-            parts.append(markdown_table([{column: row.get(column) for column in columns} for row in step["rows"]]))
-        elif results["device"] == "cpu":
-            parts.append("It needs a GPU: nothing was run.\n")
+        parts.append(markdown_table([{column: row.get(column) for column in columns} for row in step["rows"]]))
     return "\n".join([*parts, provenance("fem doctor --gpu")])
 
 
@@ -128,5 +110,5 @@ if __name__ == "__main__":
     name, device, path = sys.argv[1:]
     torch.set_num_threads(1)
     with open(path, "w", encoding="utf-8") as file:
-        for row in steps()[name].rows(torch.device(device)):
+        for row in steps()[name](torch.device(device)):
             print(json.dumps(row), file=file, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.functional import decay_scan, softmax_read
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.functional import softmax_read
 
 Row = dict[str, Any]
 
@@ -25,11 +26,27 @@ def outcome(what: str, run: Callable[[], str | None], **more: Any) -> Row:
     return {"check": what, **more, "result": result}
 
 
-def _apart(tensors: list[Tensor], wanted: list[Tensor], limit: float = 1e-3) -> str | None:
-    """None where every tensor equals the one that is wanted, to `limit` of its norm; else by how much one is off."""
-    errors = [(a - b).norm() / b.norm().clamp_min(1e-3) for a, b in zip(tensors, wanted)]
+def apart(tensors: list[Tensor], wanted: list[Tensor], limit: float = 1e-3, least: float = 1e-3) -> str | None:
+    """None where every tensor equals the one that is wanted, to `limit` of its norm, which counts as `least` or more;
+    else by how much one is off."""
+    errors = [
+        (a.double().cpu() - b.double().cpu()).norm() / b.norm().cpu().clamp_min(least) for a, b in zip(tensors, wanted)
+    ]
     worst = torch.stack(errors).max().item()  # NaN, where one is, which Python's max may pass over
     return None if worst <= limit else f"off by {worst:.2g} of the norm"
+
+
+def trained(layer: FreeEnergyMixer, x: Tensor, run: Callable | None = None) -> list[Tensor]:
+    """The output of the layer, or of `run`, and every gradient of the layer's parameters."""
+    y = (layer if run is None else run)(x)
+    return [y, *torch.autograd.grad(y.float().square().sum(), list(layer.parameters()), materialize_grads=True)]
+
+
+def _exact(layer: FreeEnergyMixer) -> FreeEnergyMixer:
+    """The same layer in float64 on the CPU."""
+    exact = FreeEnergyMixer(replace(layer.config, backend="plain")).double()
+    exact.load_state_dict(layer.state_dict())
+    return exact
 
 
 def scans(device: torch.device, prior: str) -> Iterator[Row]:
@@ -38,28 +55,27 @@ def scans(device: torch.device, prior: str) -> Iterator[Row]:
     flash-linear-attention's kernels multiply float32 inputs in TF32, so their limit is bfloat16's. In bfloat16 features
     of `linear` near ReLU's kink fall on its other side: gradients of the query are off by 8 %, in the plain form, too.
     """
+    products = device.type == "cuda" and prior in ("linear", "gla")
+    rounded = 1e-1 if prior == "linear" else 5e-2
     for fields in [{"decay": "head"}, {"decay": "channel"}] if prior == "gla" else [{}]:
         config = FreeEnergyMixerConfig(n_embd=64, n_head=2, prior_type=prior, **fields)
         name = ", ".join([prior, *fields.values()])
-        products = device.type == "cuda" and prior in ("linear", "gla")
-        rounded = 1e-1 if prior == "linear" else 5e-2
         for dtype, limit in ((torch.float32, 5e-2 if products else 1e-3), (torch.bfloat16, rounded)):
-            run = partial(_against_float64, config, device, dtype, limit)
+            run = partial(_against_float64, *built(config, device, dtype), limit)
             yield outcome(name, run, dtype=str(dtype)[6:])
-        torch.manual_seed(0)
-        layer, x = FreeEnergyMixer(config).to(device), torch.randn(2, 130, config.n_embd, device=device)
-        yield outcome(f"{name}, token by token", partial(_token_by_token, layer, x), dtype="float32")
+        run = partial(_token_by_token, *built(config, device))
+        yield outcome(f"{name}, token by token", run, dtype="float32")
 
 
-def _against_float64(config, device, dtype: torch.dtype, limit: float) -> str | None:
+def built(config, device, dtype: torch.dtype = torch.float32) -> tuple[FreeEnergyMixer, Tensor]:
     torch.manual_seed(0)
-    layer, x = FreeEnergyMixer(config).to(dtype), torch.randn(2, 130, config.n_embd).to(dtype)
-    exact = FreeEnergyMixer(replace(config, backend="plain")).double()
-    exact.load_state_dict(layer.state_dict())
-    wanted = _trained(exact, x.double(), list(exact.parameters()))
-    layer = layer.to(device)
-    outputs = [part.double().cpu() for part in _trained(layer, x.to(device), list(layer.parameters()))]
-    return _apart(outputs, wanted, limit)
+    return FreeEnergyMixer(config).to(device, dtype), torch.randn(2, 130, config.n_embd).to(device, dtype)
+
+
+def _against_float64(layer: FreeEnergyMixer, x: Tensor, limit: float, least: float = 1e-3) -> str | None:
+    """Output and gradients; a tensor's error counts by its norm, or `least` of the largest norm where that is more."""
+    wanted = trained(_exact(layer), x.double().cpu())
+    return apart(trained(layer, x), wanted, limit, least * max(part.norm() for part in wanted).item())
 
 
 def softmax(device: torch.device) -> Iterator[Row]:
@@ -86,15 +102,13 @@ def _softmax(device, dtype, time: int, width: int, what: str) -> str | None:
         inputs["v"][:, time // 3] = 40.0
     inputs = {name: x.to(dtype) for name, x in inputs.items()}
     inputs["beta"] = torch.full((heads // groups, width // 2), 1.95)
-    options: dict[str, Any] = {}
-    if what == "window":
-        options["window"] = 50
-    if what == "documents":
-        options["segment_ids"] = (torch.arange(time) // 40)[None]
-    if what == "mask":
-        options["key_mask"] = (torch.arange(time) % 7 != 3)[None]
-    if what == "bias":
-        options["bias"] = -0.1 * (torch.arange(time)[:, None] - torch.arange(time)).abs()[None, None].float()
+    place = torch.arange(time)
+    options: dict[str, Any] = {
+        "window": {"window": 50},
+        "documents": {"segment_ids": (place // 40)[None]},
+        "mask": {"key_mask": (place % 7 != 3)[None]},
+        "bias": {"bias": -0.1 * (place[:, None] - place).abs()[None, None].float()},
+    }.get(what, {})
 
     def run(device, in_float64: bool, backend: str) -> list[Tensor]:
         move = lambda x: x.to(device) if isinstance(x, Tensor) else x  # noqa: E731
@@ -154,27 +168,18 @@ def _layer_in_bfloat16(config, device, spikes: bool) -> tuple[FreeEnergyMixer, T
 
 
 def _fused(config, device, spikes: bool) -> str | None:
-    layer, x = _layer_in_bfloat16(config, device, spikes)
-    exact = FreeEnergyMixer(replace(config, backend="plain")).double()
-    exact.load_state_dict(layer.state_dict())
-    wanted = _trained(exact, x.double().cpu(), list(exact.parameters()))
-    outputs = [part.double().cpu() for part in _trained(layer, x, list(layer.parameters()))]
-    least = 1e-2 * max(part.norm() for part in wanted)  # a gradient of 0, as of a bias of keys, is rounding
-    errors = [(a - b).norm() / b.norm().clamp_min(least) for a, b in zip(outputs, wanted)]
-    worst = torch.stack(errors).max().item()
-    return None if worst <= 5e-2 else f"off by {worst:.2g} of the norm"
+    """To a hundredth of the largest norm: a gradient of 0, as of a bias of keys, is rounding."""
+    return _against_float64(*_layer_in_bfloat16(config, device, spikes), 5e-2, 1e-2)
 
 
 @torch.no_grad()
 def _token_by_token(layer: FreeEnergyMixer, x: Tensor) -> str | None:
     """The last four tokens from the state of those before, against the whole sequence in float64 on the CPU."""
-    exact = FreeEnergyMixer(replace(layer.config, backend="plain")).double()
-    exact.load_state_dict(layer.state_dict())
-    wanted = exact(x.double().cpu())[:, -4:]
+    wanted = _exact(layer)(x.double().cpu())[:, -4:]
     _, state = layer(x[:, :-4], return_state=True)
     for n, token in enumerate(x[:, -4:].split(1, 1)):
         y, state = layer(token, state=state, return_state=True)
-        if wrong := _apart([y.double().cpu()], [wanted[:, n : n + 1]], 5e-2):
+        if wrong := apart([y], [wanted[:, n : n + 1]], 5e-2):
             return f"token {n + 1}: {wrong}"
     return None
 
@@ -182,19 +187,29 @@ def _token_by_token(layer: FreeEnergyMixer, x: Tensor) -> str | None:
 def _captured_training(config, device, spikes: bool) -> str | None:
     """A train step, captured in a CUDA graph and replayed."""
     layer, x = _layer_in_bfloat16(config, device, spikes)
-    run = lambda: _trained(layer, x, list(layer.parameters()))  # noqa: E731
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    return apart(*replayed(lambda: trained(layer, x), device), 1e-2)
+
+
+def replayed(run: Callable[[], list[Tensor]], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """What the replay of a CUDA graph of `run` computes, and what `run` itself does."""
+    with side_stream(device):
         for _ in range(3):
             wanted = run()
-    torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = run()
     graph.replay()
     torch.cuda.synchronize()
-    return _apart(got, wanted, 1e-2)
+    return got, wanted
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def compiled_model(device: torch.device) -> Iterator[Row]:
@@ -214,106 +229,4 @@ def _compiled_model(model, device: torch.device) -> str | None:
     for run in (model, torch.compile(model, backend="inductor" if device.type == "cuda" else "aot_eager")):
         loss = run(ids, labels=ids).loss
         sides.append([loss, *torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)])
-    return _apart(*reversed(sides))
-
-
-def situations(device: torch.device) -> Iterator[Row]:
-    """A layer of every prior as users run it: checkpointed, compiled, on a side stream, captured, on another GPU."""
-    gpu = device.type == "cuda"
-    for prior in PRIORS:
-        config = FreeEnergyMixerConfig(n_embd=64, n_head=2, prior_type=prior)
-        for what, run in SITUATIONS.items():
-            if what == SECOND and torch.cuda.device_count() < 2:
-                continue
-            if gpu or what in ("checkpointing", "compile"):
-                yield outcome(what, lambda run=run, config=config: run(config, device), prior=prior)
-
-
-def _trained(layer: Callable, x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    y = layer(x)
-    return [y, *torch.autograd.grad(y.float().square().sum(), parameters, materialize_grads=True)]
-
-
-def _same(config, device, change: Callable[[FreeEnergyMixer], Callable], elsewhere=None) -> str | None:
-    """None where output and gradients of the changed layer, on `elsewhere` if given, equal the unchanged layer's."""
-    sides = []
-    for home, changed in ((device, lambda layer: layer), (elsewhere or device, change)):
-        torch.manual_seed(0)
-        layer, x = FreeEnergyMixer(config).to(home), torch.randn(2, 65, config.n_embd).to(home)
-        sides.append([part.to(device) for part in _trained(changed(layer), x, list(layer.parameters()))])
-    return _apart(*reversed(sides))
-
-
-def _checkpointed(config, device) -> str | None:
-    from torch.utils.checkpoint import checkpoint
-
-    return _same(config, device, lambda layer: lambda x: checkpoint(layer, x, use_reentrant=False))
-
-
-def _compiled(config, device, **options: bool) -> str | None:
-    how = {"options": options} if device.type == "cuda" else {"backend": "aot_eager"}
-    return _same(config, device, lambda layer: torch.compile(layer, **how))
-
-
-def _on_a_side_stream(config, device) -> str | None:
-    def there(layer):
-        def run(x):
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                y = layer(x)
-            torch.cuda.current_stream(device).wait_stream(stream)
-            return y
-
-        return run
-
-    return _same(config, device, there)
-
-
-def _captured(config, device) -> str | None:
-    """The forward pass of one token, captured in a CUDA graph and replayed."""
-    torch.manual_seed(0)
-    layer = FreeEnergyMixer(replace(config, dropout=0.0)).to(device).eval()
-    x = torch.randn(2, 1, config.n_embd, device=device)
-    with torch.no_grad():
-        for _ in range(3):
-            wanted = layer(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = layer(x)
-        graph.replay()
-    torch.cuda.synchronize()
-    return None if torch.allclose(got, wanted, rtol=1e-4, atol=1e-5) else "a replay differs"
-
-
-SECOND = "second GPU"  # left out where there is none; cuda:0 stays the current one
-SITUATIONS: dict[str, Callable] = {
-    "checkpointing": _checkpointed,
-    "compile": _compiled,
-    "CUDA graphs by compile": lambda config, device: _compiled(
-        config, device, **{"triton.cudagraphs": True, "graph_partition": False}
-    ),
-    "side stream": _on_a_side_stream,
-    "CUDA graph": _captured,
-    SECOND: lambda config, device: _same(config, device, lambda layer: layer, torch.device("cuda:1")),
-}
-
-
-def large_offsets(device: torch.device) -> Iterator[Row]:
-    """A tensor in which the last tokens lie 2^31 numbers and more from the first."""
-
-    def run() -> str | None:
-        channels, time = 1024, 2**21 + 65
-        free, _ = torch.cuda.mem_get_info(device)
-        if free < 24 * channels * time:  # in bfloat16, and in float32 where it is summed
-            return f"{free / 2**30:.0f} GiB free, {24 * channels * time / 2**30:.0f} needed"
-        decay = torch.full((1, time, channels), -0.1, dtype=torch.bfloat16, device=device)
-        u = torch.zeros_like(decay)
-        u[:, -65:] = 1.0
-        end = decay_scan(decay, u)[:, -65:]
-        wanted = decay_scan(decay[:, -65:].float(), u[:, -65:].float(), backend="plain")
-        return None if torch.allclose(end.float(), wanted, rtol=1e-2) else "the last tokens are wrong"
-
-    if device.type == "cuda":
-        yield outcome("the decaying sum of 2^31 numbers", run)
+    return apart(*reversed(sides))

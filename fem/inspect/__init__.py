@@ -2,3 +2,5 @@
 
 layers.py computes the tables, page.py makes one HTML page of them, experiment.py is `fem inspect`.
 """
+
+MOST_TOKENS = 64  # of the text

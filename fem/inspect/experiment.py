@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from fem.inspect import MOST_TOKENS
 from fem.inspect.layers import LayerTables, by_division, layer_tables, readers, readings
-from fem.inspect.settings import MOST_TOKENS, InspectRecipe
 from fem.provenance import CONFIG, RESULTS, check_output, circumstances, write_json
+from fem.recipes import listed, require_some_of
 from fem.tables import show_table, write_csv
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-IN_CSV_ALONE = ("prior", "beta", "hidden beta")  # the table on a terminal has room for 80 columns of text
-SHORT = {"tokens in prior": "tokens p", "tokens in posterior": "tokens q", "read most at the end": "tokens read most"}
 
 
 def head_rows(layers: Sequence[LayerTables]) -> list[dict]:
@@ -29,7 +26,6 @@ def head_rows(layers: Sequence[LayerTables]) -> list[dict]:
         {
             "layer": tables.layer,
             "head": head + 1,
-            "prior": tables.prior_type,
             "tokens in prior": average(tables.prior_tokens, head),
             "tokens in posterior": average(tables.posterior_tokens, head),
             "read most at the end": len(set(tables.read[head, :, -1].argmax(-1).tolist())),
@@ -38,15 +34,11 @@ def head_rows(layers: Sequence[LayerTables]) -> list[dict]:
             "hidden beta": average(tables.hidden_beta, head),
             "gate": average(tables.gate, head),
             "KL gap": average(tables.gap, head),
+            "prior": tables.prior_type,
         }
         for tables in layers
         for head in range(tables.heads)
     ]
-
-
-def short(rows: Sequence[dict]) -> list[dict]:
-    """`head_rows` for a terminal of 80 columns."""
-    return [{SHORT.get(name, name): value for name, value in row.items() if name not in IN_CSV_ALONE} for row in rows]
 
 
 def visible(token: str) -> str:
@@ -72,36 +64,37 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], li
     return ids, [text[begin:end] or tokenizer.decode([token]) for token, begin, end in zip(ids, begins, ends)]
 
 
-def read_layers(model: PreTrainedModel, ids: Sequence[int], recipe: InspectRecipe) -> list[LayerTables]:
-    """The tables of the chosen layers of a model. Raises ValueError on a model without FEM and on unknown layers."""
-    names = list(readers(model).values())
+def read_layers(model: PreTrainedModel, ids: Sequence[int], layers: str | None) -> list[LayerTables]:
+    """The tables of a model's layers, or of those that `layers` names. Raises ValueError where there are none."""
+    names = {str(number): prior for number, prior in enumerate(readers(model).values(), start=1)}
     if not names:
         raise ValueError(f"model must have Free Energy Mixer layers, got a {type(model).__name__} without any.")
-    chosen = recipe.chosen(len(names))
-    if unknown := [number for number in chosen if not 1 <= number <= len(names)]:
-        raise ValueError(f"layers must be among 1 to {len(names)}, got {unknown[0]}.")
+    chosen = list(names) if layers is None else listed(layers)
+    require_some_of("layers", chosen, names)
     model = model.float() if model.dtype.itemsize == 2 else model
-    layer_readings = readings(model, torch.tensor([ids], device=model.device))
-    return [layer_tables(number, names[number - 1], layer_readings[number - 1]) for number in chosen]
+    found = zip(names, readings(model, torch.tensor([ids], device=model.device)))
+    return [layer_tables(int(number), names[number], reading) for number, reading in found if number in chosen]
 
 
-def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
-    """Tables, picture and page of what the model in `folder` reads, written to `output`; returns results.json."""
+def run(folder: str, text: str, layers: str | None, output: Path) -> dict:
+    """Tables, picture and page of what the model in `folder` reads from a text, written to `output`; returns
+    results.json. layers: those to show, numbered from 1, such as "1,4"; None: all.
+    """
     from fem.inspect.page import page
     from fem.plots import channel_readings
     from fem.train.checkpoints import load_language_model
 
-    recipe = replace(recipe, model=str(folder))
     check_output(output, "inspect")
     model, tokenizer = load_language_model(folder)
-    ids, tokens = encode(tokenizer, recipe.text)
-    layers = read_layers(model, ids, recipe)
-    index, head = by_division(layers)[0]
-    explored = page(str(folder), tokens, layers, (index, head))
+    ids, tokens = encode(tokenizer, text)
+    tables = read_layers(model, ids, layers)
+    index, head = by_division(tables)[0]
+    explored = page(folder, tokens, tables, (index, head))
     output.mkdir(parents=True, exist_ok=True)
-    write_json(output / CONFIG, {"experiment": "inspect", "recipe": asdict(recipe)} | circumstances())
-    most = layers[index]
-    rows = head_rows(layers)
+    recipe = {"model": folder, "text": text, "layers": layers}
+    write_json(output / CONFIG, {"experiment": "inspect", "recipe": recipe} | circumstances())
+    most = tables[index]
+    rows = head_rows(tables)
     write_csv(output / "heads.csv", rows)
     name = f"layer {most.layer}, head {head + 1}: the head whose channels differ most"
     channel_readings(
@@ -111,8 +104,8 @@ def run(folder: str, recipe: InspectRecipe, output: Path) -> dict:
         [(name, most.prior[head, :, -1].mean(0), most.read[head, :, -1])],
     )
     (output / "inspect.html").write_text(explored, encoding="utf-8")
-    results = {"model": str(folder), "tokens": tokens, "heads": rows}
+    results = {"model": folder, "tokens": tokens, "heads": rows}
     write_json(output / RESULTS, results)
     title = f"What {len(tokens)} tokens read: means over channels and tokens; p: prior, q: posterior"
-    show_table(title, short(rows), "heads.csv")
+    show_table(title, rows, "heads.csv")
     return results

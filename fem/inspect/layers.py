@@ -76,10 +76,6 @@ class LayerTables:
     def heads(self) -> int:
         return self.read.shape[0]
 
-    @property
-    def channels(self) -> int:
-        return self.read.shape[1]
-
 
 def layer_tables(layer: int, prior_type: str, reading: Reading) -> LayerTables:
     """The tables of the first row of a reading.

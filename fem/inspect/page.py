@@ -40,7 +40,7 @@ def page_data(tables: LayerTables) -> dict:
     return {
         "layer": tables.layer,
         "prior": tables.prior_type,
-        "channels": tables.channels,
+        "channels": tables.read.shape[1],
         "perChannel": tables.prior.shape[1] > 1,
         "heads": [
             {

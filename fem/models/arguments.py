@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool
 from torch import Tensor
 from transformers.utils import TransformersKwargs
 
@@ -45,21 +44,10 @@ def mask_of_new_tokens(attention_mask: Tensor | None, past: int | Tensor, x: Ten
         )
     if torch.compiler.is_compiling() or attention_mask.is_meta:
         return attention_mask[:, past:]
-    if attention_mask.is_floating_point():
-        attention_mask = _from_floats(attention_mask)
+    if attention_mask.is_floating_point() and bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        attention_mask = attention_mask.bool()  # as peft's prompt tuning makes it
     mask = attention_mask[:, past:]
     return None if bool((mask == 1).all()) else mask  # a call without mask is the fastest
-
-
-def _from_floats(mask: Tensor) -> Bool[Tensor, "b t"]:
-    """A mask of floating 0 and 1, as peft's prompt tuning makes it. Raises TypeError on one that is added to scores."""
-    keep = mask == 1
-    if bool(((mask == 0) | keep).all()) and bool(keep.any(-1).all()):
-        return keep
-    raise TypeError(
-        f"attention_mask must be bool, or 0 and 1 with 1 = keep, got {mask.dtype} with other numbers or rows of zeros; "
-        "a mask that is added to scores cannot be read."
-    )
 
 
 def is_of_tokens(attention_mask: Tensor | dict | None) -> bool:
@@ -79,17 +67,11 @@ def read_documents(
     segment_ids: (B, T), an id per token; they come first. position_ids: (B, T); a kept token that does not follow the
     one before opens a document, unless a cache went before: a masked token's position is ignored, and gaps that masked
     tokens leave are none.
-    Raises ValueError on wrong shapes and floating positions.
     """
     if segment_ids is not None:
         return segment_ids
     if position_ids is None or isinstance(past, Tensor) or past:
         return None
-    if position_ids.shape[-1] != x.shape[1] or position_ids.is_floating_point():
-        raise ValueError(
-            f"position_ids must be integers that cover the {x.shape[1]} tokens, got shape {tuple(position_ids.shape)} "
-            f"and {position_ids.dtype}."
-        )
     opens = _restarts(position_ids, attention_mask)
     if not torch.compiler.is_compiling() and not bool(opens.any()):
         return None

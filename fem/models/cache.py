@@ -25,49 +25,26 @@ from fem.mixer import FreeEnergyMixer
 from fem.state import MixerState
 
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"  # until transformers 5.24
-RECORDED = 64  # states kept at most; drafts of assisted decoding are shorter
 
 
 class MixerMemory(CacheLayerMixin):
-    """The state of one layer's mixer, and the number of tokens that it has seen, masked ones included.
+    """The state of one layer's mixer, and the number of tokens that it has seen, masked ones included."""
 
-    Where the past is recorded, it also holds the states after each of the last tokens, so that `crop` can forget some
-    of them, as assisted decoding does, under any prior.
-    """
-
-    is_sliding = False
-    is_croppable = True
+    is_sliding = is_croppable = False
     supports_early_init = False
-    record_past = False
 
     def __init__(self):
         super().__init__()
         self.reset()
 
     def reset(self) -> None:
-        self.past: list[MixerState | None] = [None]  # the last is the present
+        self.state: MixerState | None = None
         self.tokens: int | Tensor = 0
 
-    @property
-    def state(self) -> MixerState | None:
-        return self.past[-1]
-
-    def activate_past_recording(self) -> None:
-        self.record_past = True
-
-    def pieces(self, tokens: int) -> list[slice]:
-        """The pieces in which a mixer reads a call's tokens: all at once, or the last `RECORDED` one by one."""
-        if not self.record_past or not tokens:
-            return [slice(None)]
-        first = max(0, tokens - RECORDED)
-        return [slice(0, first)] * (first > 0) + [slice(t, t + 1) for t in range(first, tokens)]
-
     def store(self, state: MixerState, tokens: int) -> None:
-        if not tokens:
-            return  # the state is what it was
-        self.past = [*self.past[1 - RECORDED :], state] if self.record_past else [state]
-        self.tokens += tokens
-        self.is_initialized = True
+        if tokens:  # else the state is what it was
+            self.state, self.is_initialized = state, True
+            self.tokens += tokens
 
     def __deepcopy__(self, memo: dict) -> MixerMemory:
         return copy.copy(self)  # states are never changed in place, so copies share them
@@ -85,7 +62,8 @@ class MixerMemory(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
-        self.past = [None if state is None else state.reorder(indices) for state in self.past]
+        if self.state is not None:
+            self.state = self.state.reorder(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
@@ -93,15 +71,7 @@ class MixerMemory(CacheLayerMixin):
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens. Raises ValueError where fewer states were recorded."""
-        if not 0 <= -tokens_to_remove < len(self.past):
-            raise ValueError(
-                f"crop takes minus the number of tokens to forget, at most the {len(self.past) - 1} that were recorded,"
-                f" got {tokens_to_remove}; call activate_past_recording() before the tokens come."
-            )
-        if tokens_to_remove:
-            self.past = self.past[:tokens_to_remove]
-            self.tokens += tokens_to_remove
+        raise ValueError("the state of a FEM layer cannot forget tokens, as assisted decoding asks; leave that out.")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.update(key_states, value_states)
@@ -114,25 +84,18 @@ class MixerMemory(CacheLayerMixin):
 
     def read(self, mixer: FreeEnergyMixer, x: Float[Tensor, "b t d"], *marks: Tensor | None) -> Float[Tensor, "b t d"]:
         """mixer(x, *marks), marks (B, T) or None, after the tokens seen so far, which it remembers too."""
-        rows = []
-        for piece in self.pieces(x.shape[1]):
-            parts = (  # those of a wrong shape are passed on whole, and the mixer raises
-                mark if mark is None or mark.shape != x.shape[:2] else mark[:, piece] for mark in marks
-            )
-            y, state = mixer(x[:, piece], *parts, state=self.state, return_state=True)
-            self.store(state, tokens=y.shape[1])
-            rows.append(y)
-        return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+        y, state = mixer(x, *marks, state=self.state, return_state=True)
+        self.store(state, tokens=y.shape[1])
+        return y
 
 
 class FixedMemory(MixerMemory):
     """A state of fixed size in tensors that keep their addresses, so that a compiled step or a CUDA graph finds them.
 
-    It counts its tokens on the device, as transformers' static layers do, and cannot forget any.
+    It counts its tokens on the device, as transformers' static layers do.
     """
 
     is_compileable = True
-    is_croppable = False
 
     def store(self, state: MixerState, tokens: int) -> None:
         if self.state is not None:
@@ -157,9 +120,6 @@ class FixedMemory(MixerMemory):
         if self.state is not None:
             copied.store(self.state, int(self.tokens))
         return copied
-
-    def activate_past_recording(self) -> None:
-        raise ValueError("a static cache keeps no past states, which assisted decoding asks for; use a dynamic one.")
 
 
 def given_cache(past_key_values: Cache | None, cache: Any, keywords: dict) -> Cache | None:
@@ -208,13 +168,12 @@ def place_beside_keys(cache: Cache, layer: int) -> Float[Tensor, "b c"] | None:
     """
     layers = cache.layers
     if layer == len(layers):
-        layers.append(LinearAttentionAndFullAttentionLayer())
+        layers.append(DynamicLayer())
     held = layers[layer]
     if not held.is_initialized and type(held) is DynamicLayer:
-        layers[layer] = LinearAttentionAndFullAttentionLayer()
+        held = layers[layer] = LinearAttentionAndFullAttentionLayer()
     elif not held.is_initialized and type(held) is StaticLayer:
-        layers[layer] = LinearAttentionAndStaticFullAttentionLayer(held.max_cache_len)
-    held = layers[layer]
+        held = layers[layer] = LinearAttentionAndStaticFullAttentionLayer(held.max_cache_len)
     if not isinstance(held, (LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer)):
         raise ValueError(
             "past_key_values must be an empty DynamicCache or StaticCache, or one that this model has filled, as the "

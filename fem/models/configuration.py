@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from types import NoneType
 from typing import no_type_check
 
 from transformers import PreTrainedConfig
@@ -45,8 +44,8 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     num_key_value_heads: key heads of the softmax layers, or None for as many as there are query heads.
     intermediate_size: width of the SwiGLU, or None for 8/3 of hidden_size, rounded up to a multiple of 256.
-    max_position_embeddings: longest row that a call accepts, packed documents apart, and where generation stops; None:
-    no limit. "auto": 4096 with a softmax layer, None for priors whose state does not grow.
+    max_position_embeddings: the length that the model is for, which engines and scaled angles ask for; None: any.
+    "auto": 4096 with a softmax layer, None for priors whose state does not grow.
     prior_type: the prior of every layer, a key of `fem.PRIORS`. layer_priors: one entry per layer instead, a name
     or a dict of mixer fields, for hybrids such as 3 * ["gla"] + [{"prior_type": "softmax", "window": 512}].
     mixer: fields of `FreeEnergyMixerConfig` that all layers share, such as {"use_conv": False}; one that not every
@@ -198,13 +197,6 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     def _check_sizes(self):
         check_sizes(self, SIZES, ("rms_norm_eps", "initializer_range"))
-        for name in ("tie_word_embeddings", "use_cache"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if not isinstance(self.prior_type, str):
-            raise ValueError(f"prior_type must be one of {', '.join(PRIORS)}; got {self.prior_type!r}.")
-        if not isinstance(self.layer_priors, (list, tuple, NoneType)):
-            raise TypeError(f"layer_priors must be a list with an entry per layer, got {self.layer_priors!r}.")
         if self.layer_priors is not None and len(self.layer_priors) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_priors must have one entry per layer, num_hidden_layers = {self.num_hidden_layers}, "

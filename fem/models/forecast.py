@@ -118,7 +118,8 @@ class FEMForecaster(BaseModel):
         """The embedded patches of history and of a known future, which of them have an observed row, and mean and
         deviation of every column, of which y is the first."""
         y, seen = windows_batch["insample_y"], windows_batch.get("insample_mask")
-        rows = [y, *(windows_batch[name] for name in self._of_history)]
+        columns = {"hist_exog": self.hist_exog_size, "futr_exog": self.futr_exog_size}
+        rows = [y, *(windows_batch[name] for name, size in columns.items() if size)]
         rows = torch.cat([x[:, : y.shape[1]] for x in rows], -1)
         seen = torch.ones_like(y) if seen is None else seen.view_as(y)
         rows = torch.where(seen > 0, rows, 0)
@@ -155,11 +156,6 @@ class FEMForecaster(BaseModel):
         still = variance <= STILL * square
         still[..., 0] = False  # y: its forecast is the constant that its history was
         return center, torch.where(still, torch.where(center == 0, 1.0, center.abs()), spread)
-
-    @property
-    def _of_history(self) -> list[str]:
-        sizes = {"hist_exog": self.hist_exog_size, "futr_exog": self.futr_exog_size}
-        return [name for name, size in sizes.items() if size]
 
     def _patches(self, rows: Float[Tensor, "b l c"]) -> Float[Tensor, "b n p"]:
         """Rows side by side, from the last row back."""

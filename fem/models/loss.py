@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers.loss.loss_utils import fixed_cross_entropy
 
 from fem.ops.common.backend import transformed
 from fem.ops.common.operator import again_differentiable
@@ -36,24 +37,16 @@ def cross_entropy(
         return cross_entropy_of_logits(F.linear(hidden, weight), targets, num_items)
     targets = targets.flatten()
     total = _SummedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets, torch.is_grad_enabled())
-    return total / _count(targets, num_items)
+    count = (targets != IGNORED).sum() if num_items is None else num_items
+    return total / (count.to(targets.device) if isinstance(count, Tensor) else count)
 
 
 def cross_entropy_of_logits(
     logits: Float[Tensor, "b t v"], targets: Int[Tensor, "b t"], num_items: Tensor | int | None = None
 ) -> Float[Tensor, ""]:
     """`cross_entropy` of logits that a head with more than a weight has made, all at once."""
-    logits, targets = logits.flatten(0, 1), targets.flatten().to(logits.device)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    total = F.cross_entropy(logits.to(wide), targets, ignore_index=IGNORED, reduction="sum")
-    return total / _count(targets, num_items)
-
-
-def _count(targets: Int[Tensor, " n"], num_items: Tensor | int | None) -> Tensor | int:
-    """What the sum is divided by, on the device of the targets: the Trainer counts on its own."""
-    if num_items is None:
-        return (targets != IGNORED).sum()
-    return num_items.to(targets.device) if isinstance(num_items, Tensor) else num_items
+    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return fixed_cross_entropy(wide, targets.flatten().to(logits.device), num_items)
 
 
 def is_one_weight(head: nn.Module) -> bool:

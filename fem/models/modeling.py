@@ -9,21 +9,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import (
-    Cache,
-    DynamicCache,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.generation.configuration_utils import GenerationMode
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, logging
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
@@ -41,8 +33,6 @@ from fem.models.peft import LORA
 from fem.ops.common.shared import shared_by_layers
 from fem.ops.common.tokens import PLAIN, Tokens
 from fem.projection import Projection
-
-logger = logging.get_logger(__name__)
 
 
 class FEMBlock(GradientCheckpointingLayer):
@@ -106,7 +96,6 @@ class FEMPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": FEMBlock}  # noqa: RUF012
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
-    _is_stateful = False  # a cache that records its past can forget the last tokens
 
     def __init__(self, config: PreTrainedConfig):
         if not isinstance(config, self.config_class):
@@ -174,8 +163,8 @@ class FEMModel(FEMPreTrainedModel):
     engine's attention, as keys and [v | e]. Arguments of transformers that mean nothing to a mixer are ignored
     (`SET_ASIDE` of fem.models.arguments).
 
-    Raises ValueError on wrong shapes, rows longer than config.max_position_embeddings and a cache that another model
-    has filled, TypeError on unknown arguments and on a cache of states for an engine's attention.
+    Raises ValueError on wrong shapes and a cache that another model has filled, TypeError on unknown arguments and on a
+    cache of states for an engine's attention.
     """
 
     def __init__(self, config: FEMConfig):
@@ -208,10 +197,6 @@ class FEMModel(FEMPreTrainedModel):
             raise ValueError(
                 "output_attentions must be False, as no maps are kept, got True; layers[i].mixer.inspect(x) makes them."
             )
-        if input_ids is not None and (input_ids.dim() != 2 or input_ids.is_floating_point()):
-            raise ValueError(
-                f"input_ids must be integers of shape (batch, tokens), got {tuple(input_ids.shape)} {input_ids.dtype}."
-            )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         config, name = self.config, self.config._attn_implementation
         if name == EXACT:
@@ -220,11 +205,10 @@ class FEMModel(FEMPreTrainedModel):
             check_names(self, {name: kwargs.get(name) for name in SAID_BY_POSITIONS}, position_ids)
         past, cached = tokens_in(past_key_values), past_key_values is not None or bool(use_cache)
         documents = documents_of(config, x, attention_mask, position_ids, segment_ids, past, cached)
-        if past_key_values is None and self._wants_cache(use_cache) and (name == EXACT or documents is None):
+        wants_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if past_key_values is None and wants_cache and (name == EXACT or documents is None):
             past_key_values = FEMCache(len(self.layers)) if name == EXACT else DynamicCache(config=config)
             setattr(past_key_values, WRITTEN, True)
-        by_positions = name != EXACT and past_key_values is None and position_ids is not None
-        self._check_length(past, past + x.shape[1], packed=documents is not None or by_positions)
         if name == EXACT:
             told = {"attention_mask": mask_of_new_tokens(attention_mask, past, x), "segment_ids": documents}
         else:
@@ -238,22 +222,6 @@ class FEMModel(FEMPreTrainedModel):
             for block in self.layers:
                 x = block(x, **{CACHE: past_key_values} | told)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: past_key_values})
-
-    def _wants_cache(self, use_cache: bool | None) -> bool:
-        return self.config.use_cache and not self.training if use_cache is None else use_cache
-
-    def _check_length(self, past: int | Tensor, length: int | Tensor, packed: bool) -> None:
-        """Raise ValueError on too long a row. A static cache counts its tokens on the device, so it is not checked."""
-        longest = self.config.max_position_embeddings
-        if longest is None or packed or isinstance(past, Tensor) or length <= longest:
-            return
-        if past:  # only a warning: generation goes on with the text so far
-            logger.warning_once(f"the row grows beyond config.max_position_embeddings = {longest}.")
-        else:
-            raise ValueError(
-                f"the row has {length} tokens, cached ones included, but config.max_position_embeddings = {longest}; "
-                "shorten it, or raise the limit in the config (None: no limit)."
-            )
 
 
 class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
@@ -277,29 +245,10 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *sizes) -> None:
-        """Prepare transformers' cache; in the exact form a FEMCache takes the place of a dynamic one."""
-        exact, given = self.config._attn_implementation == EXACT, model_kwargs.get(CACHE) is not None
-        kind = generation_config.cache_implementation or "dynamic"
-        dynamic, fixed = kind.startswith("dynamic"), all(block.has_fixed_state for block in self.model.layers)
-        if exact and not dynamic and not (fixed and kind == "static"):
-            served = self._no_engine(self.config) is None
-            raise ValueError(
-                f"cache_implementation={kind!r} cannot hold the states of this model's exact form; "
-                + ('call model.set_attn_implementation("sdpa") first, or ' if served else "")
-                + "leave it out for a cache that can."
-            )
-        drafts = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
-        if drafts and not exact and self.model.conditioned:
-            raise ValueError(
-                "assisted decoding takes tokens back, and an engine's cache cannot do so with the conditioner's state; "
-                'call model.set_attn_implementation("exact") first.'
-            )
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
-        if exact and dynamic and not given and model_kwargs.get(CACHE) is not None:
-            cache = model_kwargs[CACHE] = FEMCache(self.config.num_hidden_layers)
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether the cache cannot forget tokens, so that transformers refuses assisted decoding."""
+        return self.config._attn_implementation == EXACT or self.model.conditioned
 
     def init_continuous_batching(self, *args, **kwargs):
         """transformers' manager of pages. Raises ValueError on a model with states, which pages do not hold."""
@@ -318,24 +267,6 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             return kept
         masks = masks_of(config, self.model.kinds, inputs_embeds, attention_mask, position_ids, past_key_values)
         return masks | {KEPT: kept}
-
-    def _prepare_generated_length(
-        self, generation_config, *, model_input_name, input_ids_length, inputs_tensor, **defaults
-    ) -> GenerationConfig:
-        """Set the lengths as transformers does; rows, embeddings included, end at config.max_position_embeddings."""
-        said = {"model_input_name": model_input_name, "input_ids_length": input_ids_length}
-        prepared = super()._prepare_generated_length(generation_config, inputs_tensor=inputs_tensor, **said, **defaults)
-        longest = self.config.max_position_embeddings
-        if longest is not None:
-            embedded = inputs_tensor.shape[1] - input_ids_length if model_input_name == "inputs_embeds" else 0
-            most = max(longest - embedded, input_ids_length + 1)
-            if prepared.max_length > most:
-                prepared.max_length = most
-                logger.warning_once(
-                    f"the text ends at config.max_position_embeddings = {longest} tokens, prompt included, before the "
-                    "length that was asked for."
-                )
-        return prepared
 
     @can_return_tuple
     def forward(
@@ -372,8 +303,6 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             loss = self._loss(hidden, labels, shift_labels, documents, num_items_in_batch)
         if not trained or not self.training or logits_to_keep is not None:
             keep = 0 if logits_to_keep is None else logits_to_keep
-            if isinstance(keep, int) and keep < 0:
-                raise ValueError(f"logits_to_keep must be 0, for all, or how many of the last positions, got {keep}.")
             logits = self.lm_head(hidden[:, slice(-keep, None) if isinstance(keep, int) else keep])
         return CausalLMOutputWithPast(
             loss=loss,
@@ -383,16 +312,10 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         )
 
     def _loss(self, hidden: Tensor, labels, shift_labels, segment_ids, num_items) -> Float[Tensor, ""]:
-        name, ids = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
-        if ids.shape != hidden.shape[:2] or ids.is_floating_point():
-            raise ValueError(
-                f"{name} must be integers of shape (batch, time) = {tuple(hidden.shape[:2])}, got {tuple(ids.shape)} "
-                f"{ids.dtype}."
-            )
         if shift_labels is None and segment_ids is not None:
             opens = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
-            ids = ids.masked_fill(opens, IGNORED)
-        targets = next_tokens(ids) if shift_labels is None else ids
+            labels = labels.masked_fill(opens, IGNORED)
+        targets = next_tokens(labels) if shift_labels is None else shift_labels
         targets = targets.to(hidden.device, torch.long)
         if not is_one_weight(self.lm_head):
             return cross_entropy_of_logits(self.lm_head(hidden), targets, num_items)

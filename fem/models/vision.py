@@ -237,8 +237,7 @@ class FEMForImageClassification(AsksNoDecay, FEMImagePreTrainedModel):
     the loss is the cross-entropy, in nats, or what config.problem_type names: "regression" or
     "multi_label_classification", as transformers computes them. logits: (B, K), K = config.num_labels.
 
-    Raises ValueError on images of another size than config.image_size, on labels of another shape or kind of
-    number, and on labels of a single class.
+    Raises ValueError on images of another size than config.image_size, and on labels of a single class.
     """
 
     def __init__(self, config: FEMImageConfig):
@@ -261,20 +260,10 @@ class FEMForImageClassification(AsksNoDecay, FEMImagePreTrainedModel):
         )
 
     def _loss(self, logits: Float[Tensor, "b k"], labels: Tensor) -> Float[Tensor, ""]:
-        if labels.shape not in (logits.shape[:1], logits.shape):
-            raise ValueError(
-                f"labels must have shape {tuple(logits.shape[:1])}, or {tuple(logits.shape)} for probabilities, "
-                f"got {tuple(labels.shape)}."
-            )
         if self.config.problem_type in ("regression", "multi_label_classification"):
-            if self.config.num_labels > 1 and labels.shape != logits.shape:
-                raise ValueError(f"labels must have shape {tuple(logits.shape)}, got {tuple(labels.shape)}.")
             return self.loss_function(labels, logits.float(), self.config)
         if self.config.num_labels == 1:
             raise ValueError(
                 'num_labels must be at least 2 to classify, got 1; problem_type="regression" fits numbers.'
             )
-        classes = labels.dim() == 1
-        if labels.is_floating_point() == classes:
-            raise ValueError(f"labels must be integers of shape (B,) or floating of shape (B, K), got {labels.dtype}.")
-        return F.cross_entropy(logits.float(), labels.long() if classes else labels)
+        return F.cross_entropy(logits.float(), labels if labels.is_floating_point() else labels.long())

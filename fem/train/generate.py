@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,7 +10,6 @@ if TYPE_CHECKING:
     from transformers.generation import BaseStreamer
 
 NEW_TOKENS = 200
-LEAST_TEMPERATURE = 1e-6  # logits divided by less may overflow
 
 
 def continue_prompt(
@@ -27,29 +27,17 @@ def continue_prompt(
     document, after which a model of `fem train` has not learnt to predict.
 
     temperature: 0 takes the likeliest token. max_new_tokens: None is 200, or as many as fit into the context.
-    Raises ValueError where they do not fit into the context, where an empty prompt meets a tokenizer without a token
-    that begins a document, a prompt that is not UTF-8, a temperature between 0 and 1e-6, and on numbers that
-    transformers refuses.
+    Raises ValueError where they do not fit into the context, and on numbers that transformers refuses.
     """
     import torch
 
-    if 0 < temperature < LEAST_TEMPERATURE:
-        raise ValueError(f"temperature must be 0 or {LEAST_TEMPERATURE:g} or more, got {temperature!r}.")
-    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-        raise ValueError(f"prompt must be UTF-8, got {prompt!r}.")
     begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     ids = tokenizer(prompt)["input_ids"] or [begin]
-    if ids == [None]:
-        raise ValueError("prompt must hold a token, as the tokenizer has none that begins or ends a document.")
-    context = getattr(model.config, "max_position_embeddings", None)
-    room = NEW_TOKENS if context is None else context - len(ids)
-    new = min(NEW_TOKENS, room) if max_new_tokens is None else max_new_tokens
-    if room < 1:
-        raise ValueError(f"prompt must be shorter than the context of {context} tokens, got {len(ids)} tokens.")
-    if context is not None and new > room:
+    context = getattr(model.config, "max_position_embeddings", None) or math.inf
+    new = min(NEW_TOKENS, context - len(ids)) if max_new_tokens is None else max_new_tokens
+    if len(ids) + max(new, 1) > context:
         raise ValueError(
-            f"max_new_tokens must be at most the {room} that a context of {context} leaves a prompt of "
-            f"{len(ids)} tokens, got {new}; shorten the prompt."
+            f"prompt and max_new_tokens must fit into the context of {context} tokens, got {len(ids)} and {new}."
         )
     sampling = (
         {"do_sample": True, "temperature": float(temperature), "top_k": top_k} if temperature else {"do_sample": False}

@@ -131,14 +131,12 @@ def read_statistics(model: PreTrainedModel, row: Row) -> dict[str, float]:
 
 
 def gate_statistics(model: PreTrainedModel, row: Row) -> dict[str, float]:
-    lambdas: list[float] = []
     inner = [gate.inner for gate in model.modules() if isinstance(gate, TwoLevelGate) and gate.inner is not None]
-    hooks = [
-        part.register_forward_hook(lambda _, x, y: lambdas.append(y.float().sigmoid().mean().item())) for part in inner
-    ]
     if not inner:
         return {}
-    training = model.training
+    lambdas: list[float] = []
+    keep = lambda _, x, y: lambdas.append(y.float().sigmoid().mean().item())  # noqa: E731
+    hooks, training = [part.register_forward_hook(keep) for part in inner], model.training
     try:
         model.eval()
         shown = {name: x[None].to(model.device) for name, x in row.items() if name != "labels"}
@@ -147,4 +145,4 @@ def gate_statistics(model: PreTrainedModel, row: Row) -> dict[str, float]:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    return {"lambda_mean": sum(lambdas) / len(lambdas)} if lambdas else {}
+    return {"lambda_mean": sum(lambdas) / len(lambdas)}

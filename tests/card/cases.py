@@ -10,10 +10,11 @@ import card
 import pytest
 import torch
 from measure import BFLOAT16, FUSED, LAYERS, MODES, RECORD, REGISTERS, build, decode, prepared, registers, train
+from situations import SITUATIONS
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
-from fem import PRIORS
+from fem import PRIORS, FreeEnergyMixerConfig
 from fem.doctor.card import steps
 from fem.models import FEMConfig, FEMForCausalLM
 
@@ -240,7 +241,14 @@ def test_a_token_can_be_captured_in_a_graph(prior):
 @pytest.mark.parametrize("step", [name for name in steps() if name not in ("software", "layers")])
 def test_a_step_of_the_doctor_raises_nothing(step):
     """Values aside: a comparison that fails says "off by" or "differs", an exception its type."""
-    rows = list(steps()[step].rows(torch.device("cuda", 0)))
+    rows = list(steps()[step](torch.device("cuda", 0)))
     assert rows
     raised = [row for row in rows if re.match(r"\w+(Error|Exception|Failed|Exceeded)\b", row["result"])]
     assert not raised, raised[:3]
+
+
+@full
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_situation_of_a_card_raises_nothing(situation, prior):
+    SITUATIONS[situation](FreeEnergyMixerConfig(n_embd=64, n_head=2, prior_type=prior))

@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from fem.inspect import experiment as inspect
 from fem.inspect import page as inspection_page
-from fem.inspect.experiment import InspectRecipe, encode
+from fem.inspect.experiment import encode
 from fem.inspect.layers import (
     LayerTables,
     by_division,
@@ -126,7 +126,7 @@ def test_parts_that_a_layer_lacks_are_none(name):
 
 def test_the_table_of_heads_fits_80_columns(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    rows = inspect.short(inspect.head_rows([tables(make_layer())]))
+    rows = inspect.head_rows([tables(make_layer())])
     show_table("heads", rows)
     lines = capsys.readouterr().out.splitlines()
     *table, left_out = lines
@@ -181,7 +181,7 @@ def test_a_token_inside_a_character_has_a_name_too(tokenizer):
 @pytest.fixture(scope="module")
 def written(model, tmp_path_factory):
     output = tmp_path_factory.mktemp("run")
-    inspect.run(model, InspectRecipe(text=TEXT), output)
+    inspect.run(model, TEXT, None, output)
     return output
 
 
@@ -200,7 +200,7 @@ def test_the_command_writes_page_picture_and_tables(written, tokenizer):
 
 
 def test_named_layers_alone_are_shown(model, tmp_path):
-    inspect.run(model, InspectRecipe(text="the sun", layers="2"), tmp_path / "run")
+    inspect.run(model, "the sun", "2", tmp_path / "run")
     assert [layer["layer"] for layer in page_of(tmp_path / "run")["layers"]] == [2]
 
 
@@ -243,7 +243,7 @@ def test_the_page_needs_no_network(written):
 def test_a_page_too_large_for_a_browser_is_refused(monkeypatch, model, tmp_path):
     monkeypatch.setattr(inspection_page, "LARGEST", 1000)
     with pytest.raises(ValueError, match=r"page must stay under 0 MB, got .* name fewer --layers"):
-        inspect.run(model, InspectRecipe(text="the sun"), tmp_path / "run")
+        inspect.run(model, "the sun", None, tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -254,10 +254,10 @@ def test_a_page_too_large_for_a_browser_is_refused(monkeypatch, model, tmp_path)
     "changes, sentence",
     [
         ({"model": "nowhere"}, "model must be a folder"),
-        ({"text": " \n"}, r"text must hold something to read, got ' \\n'"),
+        ({"text": ""}, "text must have 1 to 64 tokens, got 0; give a longer one"),
         ({"text": "sun " * 90}, r"text must have 1 to 64 tokens, got \d+; shorten it"),
-        ({"layers": "3"}, "layers must be among 1 to 2, got 3"),
-        ({"layers": "all"}, "layers must be numbers such as \"1,4\", got 'all'"),
+        ({"layers": "3"}, "layers must be from 1, 2; got '3'"),
+        ({"layers": "all"}, "layers must be from 1, 2; got 'all'"),
     ],
 )
 def test_a_mistake_is_answered_by_one_sentence(monkeypatch, capsys, tmp_path, model, changes, sentence):
@@ -291,7 +291,7 @@ def test_a_model_whose_attention_was_replaced_is_read_as_it_computes(tmp_path, t
             parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    found = inspect.run(str(tmp_path / "model"), InspectRecipe(text="the sun sees the moon"), tmp_path / "out")
+    found = inspect.run(str(tmp_path / "model"), "the sun sees the moon", None, tmp_path / "out")
     ids = torch.tensor([tokenizer("the sun sees the moon")["input_ids"]])
     parts = list(readers(model))
     assert len(parts) == 2

@@ -140,12 +140,6 @@ def test_padding_changes_no_reward():
     torch.testing.assert_close(found, model(ids).logits)
 
 
-def test_a_text_of_ones_own_may_outgrow_the_longest_row(caplog):
-    model = lively(FEMForCausalLM(small_config(max_position_embeddings=8)))
-    cache = model(tokens(1, 8), use_cache=True).past_key_values
-    assert model(tokens(1, 2), past_key_values=cache).logits.isfinite().all()
-
-
 def test_priors_of_fixed_state_have_no_longest_row_unless_asked():
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     longest = lambda **fields: FEMForCausalLM.config_class(**sizes, **fields).max_position_embeddings  # noqa: E731

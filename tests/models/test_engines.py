@@ -197,11 +197,10 @@ def test_what_no_engine_serves_says_why_and_stays_exact(fields, reason):
     [
         lambda m: m.set_attn_implementation("vllm"),
         lambda m: m.generate_batch([[5, 3]], GenerationConfig(max_new_tokens=2)),
-        lambda m: m.generate(tokens(1, 4), prompt_lookup_num_tokens=2, max_new_tokens=2, pad_token_id=0),
         lambda m: m(tokens(1, 4), attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()),
         lambda m: m(tokens(1, 4), past_key_values=Cache(layers=[DynamicSlidingWindowLayer(4)])),
     ],
-    ids=["vLLM", "continuous batching", "assisted decoding", "mask of pairs", "cache"],
+    ids=["vLLM", "continuous batching", "mask of pairs", "cache"],
 )
 def test_what_cannot_hold_the_conditioners_state_is_refused(call):
     model = small_model(mixer={"use_conv": True})

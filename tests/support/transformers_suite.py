@@ -93,7 +93,7 @@ def page(rows: list[dict]) -> str:
         f"The model tests in the source distribution of transformers {transformers.__version__}, on small models of "
         "two layers, with the base model and its four heads; Llama beside them. What a model cannot have is skipped. "
         "Of what Llama passes, FEM without C skips the maps of attention and the decorator that collects them, which "
-        "`inspect` makes, and scaled rotary angles in rows beyond `max_position_embeddings`, which it refuses; with C, "
+        "`inspect` makes, and scaled rotary angles, for which the suite looks in a module of their own; with C, "
         "and under priors with a state, also what transformers' own attention functions read.",
         "",
         "| model | passed | failed | skipped |",

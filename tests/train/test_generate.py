@@ -1,6 +1,5 @@
 """`fem generate`: a prompt continued token by token."""
 
-import copy
 import math
 import sys
 
@@ -72,14 +71,6 @@ def test_an_empty_prompt_begins_a_document(model):
     assert text == tokenizer.decode(argmax_continuation(network, [tokenizer.eos_token_id], 3)[1:])
 
 
-def test_nothing_begins_a_document_where_the_tokenizer_knows_no_such_token(model):
-    network, tokenizer = model
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.eos_token = tokenizer.bos_token = None
-    with pytest.raises(ValueError, match="prompt must hold a token"):
-        continue_prompt(network, tokenizer, "", max_new_tokens=3)
-
-
 def test_a_prompt_of_its_own_fills_the_context(model):
     network, tokenizer = model
     pieces = Pieces()
@@ -90,13 +81,11 @@ def test_a_prompt_of_its_own_fills_the_context(model):
 @pytest.mark.parametrize(
     "given, sentence",
     [
-        ({"prompt": "the " * 80}, "prompt must be shorter than the context of 48 tokens, got"),
-        ({"prompt": "the", "max_new_tokens": 48}, "at most the 47 that a context of 48 leaves"),
+        ({"prompt": "the " * 80}, "must fit into the context of 48 tokens, got"),
+        ({"prompt": "the", "max_new_tokens": 48}, "must fit into the context of 48 tokens, got 1 and 48"),
         ({"prompt": "the", "max_new_tokens": 0}, "max_new_tokens.* must be greater than 0"),
         ({"prompt": "the", "temperature": -1.0}, "temperature.* has to be a strictly positive float"),
         ({"prompt": "the", "temperature": math.nan}, "temperature.* has to be a strictly positive float"),
-        ({"prompt": "the", "temperature": 1e-40}, "temperature must be 0 or 1e-06 or more, got 1e-40"),
-        ({"prompt": "the \udcff"}, "prompt must be UTF-8"),
         ({"prompt": "the", "top_k": -1}, "top_k.* has to be a strictly positive integer"),
     ],
 )

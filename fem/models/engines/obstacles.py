@@ -9,31 +9,26 @@ from fem.prior_table import PRIORS
 from fem.priors.softmax import SoftmaxPrior
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+EXACTLY = "leave out attn_implementation, and generate() streams the model in its exact form, with a state of its own."
 
 
 def obstacle(config: PreTrainedConfig) -> str | None:
     """Why no attention of transformers can read such a model, in one sentence; None: it can."""
     mixers = config.mixer_configs()
     for layer, mixer in enumerate(mixers):
-        reason = _obstacle(mixer)
-        if reason is not None:
+        if not attends(mixer):
+            prior = f"the {mixer.prior_type!r} prior, which is not an attention over keys and values"
+            return f"layer {layer} has {prior}; {EXACTLY}"
+        if mixer.use_conv and mixer.window is not None:
             return (
-                f"layer {layer} {reason}; leave out attn_implementation, and generate() streams the model in its exact "
-                "form, with a state of its own."
+                f"layer {layer} has a window and the conditioner, and a cache that forgets tokens has no place for its "
+                f"state; {EXACTLY}"
             )
     if {mixer.kv_heads for mixer in mixers} != {config.num_key_value_heads}:
         return "its layers have several numbers of key heads, and an engine's cache has num_key_value_heads of them."
     windows = {mixer.window for mixer in mixers} - {None}
     if len(windows) > 1:
         return f"its layers have windows of {' and '.join(map(str, sorted(windows)))} tokens, and an engine knows one."
-    return None
-
-
-def _obstacle(mixer: FreeEnergyMixerConfig) -> str | None:
-    if not attends(mixer):
-        return f"has the {mixer.prior_type!r} prior, which is not an attention over keys and values"
-    if mixer.use_conv and mixer.window is not None:
-        return "has a window and the conditioner, and a cache that forgets tokens has no place for its state"
     return None
 
 

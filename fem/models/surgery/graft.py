@@ -20,6 +20,7 @@ DECIDED = (
     *("n_embd", "n_head", "n_kv_head", "fem_dim", "fem_ratio", "qk_dim", "p_t_to_fem_ratio", "causal", "window"),
     *("bias", "dropout", "use_rope", "rope_theta", *ROTARY, "normalize", "mamba_normalize", "decay", "ssm_rank"),
 )
+OTHER_READS = ("use_conv", "free_share", "value_logexp_cap")
 
 
 def apply(
@@ -64,16 +65,10 @@ def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
             f"preserve=True keeps the softmax prior of the original, got prior_type={prior_type!r}; "
             "pass preserve=False for a fresh mixer of that prior."
         )
-    for name in DECIDED:
-        if name in config:
-            raise ValueError(
-                f"{name} is set by the original, got {config[name]!r}; leave it out, or pass preserve=False."
-            )
-    for name in ("use_conv", "free_share", "value_logexp_cap"):
-        if config.get(name):
-            raise ValueError(
-                f"{name} changes what the original computes, got {config[name]!r}; leave it out or pass preserve=False."
-            )
+    for name, value in config.items():
+        if name in DECIDED or (name in OTHER_READS and value):
+            what = "is set by the original" if name in DECIDED else "changes what the original computes"
+            raise ValueError(f"{name} {what}, got {value!r}; leave it out, or pass preserve=False.")
     if config.get("use_lse", False) and not config.get("use_temperature", True):
         raise ValueError(
             "use_lse without use_temperature drops the original's mean; leave it out or pass preserve=False."

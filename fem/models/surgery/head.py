@@ -30,7 +30,6 @@ class FreeEnergyHead(nn.Module):
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__()
         self.backend = config.backend
-        self.value_width = config.kv_heads * config.value_width
         self.beta = Temperature(config, (config.kv_heads, config.value_width)) if config.use_temperature else None
         self.gate = TwoLevelGate(config)
         self.gate.ignore_features()

@@ -99,14 +99,15 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
     kv_heads = heads // groups if groups else _first(module, KV_HEADS) or heads
     theta = _rope_theta(module)
     causal = _is_causal(module) or bool(getattr(module, "is_decoder", False))  # NLLB-MoE's decoder says the latter only
-    sizes = {"n_embd": _in(first), "n_head": heads, "causal": causal, "dropout": _dropout(module)}
+    width_in = getattr(first, "in_features", first.weight.shape[0])  # GPT-2's Conv1D has no in_features
+    sizes = {"n_embd": width_in, "n_head": heads, "causal": causal, "dropout": _dropout(module)}
     return Site(
         module,
         first.weight,
         fields=sizes | ({"use_rope": False} if theta is None else {"use_rope": True, "rope_theta": theta}),
         widths={"n_kv_head": kv_heads, "fem_dim": heads * width, "qk_dim": heads * width},
         graft=lambda head: _graft(module, head),
-        compare=partial(_compare, MeanOf(kv_heads * width)),
+        compare=_compare,
         swap=partial(_swap, module, parent) if _takes_a_mixer(module, projections) else None,
         softmax_fields={"n_kv_head": kv_heads, "window": _window(module)},
     )
@@ -146,23 +147,18 @@ def _graft(attention: nn.Module, head: FreeEnergyHead) -> nn.Module:
     return attention
 
 
-class MeanOf:
+def _mean(features, q, k, v, bias, causal: bool, scale: float | None) -> Float[Tensor, "b tq h dv"]:
     """A head at lambda = 0 and g = 1: what the original computes."""
-
-    def __init__(self, value_width: int):
-        self.value_width = value_width
-
-    def __call__(self, features, q, k, v, bias, causal: bool, scale: float | None) -> Float[Tensor, "b tq h dv"]:
-        return softmax_read(q, k, v, None, causal=causal, scale=scale, bias=bias).mean
+    return softmax_read(q, k, v, None, causal=causal, scale=scale, bias=bias).mean
 
 
-def _compare(mean: MeanOf, attention: nn.Module, args: tuple, kwargs: dict, output: object) -> str | None:
+def _compare(attention: nn.Module, args: tuple, kwargs: dict, output: object) -> str | None:
     """A forward hook: why a read of ours in the place of the attention's own differs; None where it does not."""
     config, own = attention.config, "is_causal" in vars(attention)
     args = tuple(None if isinstance(x, Cache) else x for x in args)  # a cache holds these tokens by now
     kwargs = {name: None if isinstance(x, Cache) else x for name, x in kwargs.items()}
     attention.is_causal, attention.config = _is_causal(attention), copy.deepcopy(config)
-    attention.config._attn_implementation, attention.free_energy = FREE_ENERGY, mean
+    attention.config._attn_implementation, attention.free_energy = FREE_ENERGY, _mean
     _hand_on_features(attention, args, kwargs)
     try:
         found = attention.forward(*args, **kwargs)
@@ -200,11 +196,6 @@ def _first(thing: object, names: Iterable[str]) -> int | None:
     """The first of the attributes that is a positive whole number."""
     values = (getattr(thing, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
-
-
-def _in(projection: nn.Module) -> int:
-    """Its input width; GPT-2's Conv1D has no in_features."""
-    return projection.in_features if hasattr(projection, "in_features") else projection.weight.shape[0]
 
 
 def _is_causal(attention: nn.Module) -> bool:
@@ -266,17 +257,8 @@ def free_energy_attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(attention).__name__} cannot be read as a softmax prior: {reason}.")
     features, RUNNING.features = RUNNING.features, None
-    rows, heads, queries, _ = query.shape
+    rows, _, queries, _ = query.shape
     width = features.shape[-1]
-    if (
-        value.shape[1] * value.shape[3] != attention.free_energy.value_width
-        or features.numel() != rows * queries * width
-    ):
-        raise ValueError(
-            f"{type(attention).__name__} cannot be read as a softmax prior: it hands its attention function "
-            f"values of {value.shape[1]} heads of {value.shape[3]}, and {heads} x {rows} x {queries} queries for "
-            f"features {tuple(features.shape)}, which is not what its sizes say."
-        )
     check_mask(attention_mask, key.shape[2], kwargs)
     features = features.reshape(rows, queries, width)  # images have rows and columns, packed documents no batch
     causal = attention_mask is None and queries > 1 and (_is_causal(attention) if is_causal is None else is_causal)

@@ -71,12 +71,6 @@ class FEMDecoder(BaseModel):
                 raise ValueError(
                     "training.disable_cuda_graphs must be True: the certificate of a read decides on the host."
                 )
-            longest = fem.max_position_embeddings
-            if longest is not None and config.training.seq_len > longest:
-                raise ValueError(
-                    f"training.seq_len must be at most max_position_embeddings = {longest}, "
-                    f"got {config.training.seq_len}."
-                )
             check_heads(fem, parallelism.tensor_parallel_degree)
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:

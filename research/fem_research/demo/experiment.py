@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerFast
 
+from fem.inspect import MOST_TOKENS
 from fem.inspect.experiment import encode
 from fem.inspect.layers import division, layer_tables, readings
 from fem.inspect.page import page
-from fem.inspect.settings import MOST_TOKENS
 from fem.models import FEMForCausalLM
 from fem.plots import channel_readings
 from fem.provenance import provenance
