@@ -44,8 +44,9 @@ def mask_of_new_tokens(attention_mask: Tensor | None, past: int | Tensor, x: Ten
         )
     if torch.compiler.is_compiling() or attention_mask.is_meta:
         return attention_mask[:, past:]
-    if attention_mask.is_floating_point() and bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-        attention_mask = attention_mask.bool()  # as peft's prompt tuning makes it
+    if attention_mask.is_floating_point():  # as peft's prompt tuning makes it; rows of 0 are added to scores
+        keep = attention_mask == 1
+        attention_mask = keep if bool((keep | (attention_mask == 0)).all() & keep.any(1).all()) else attention_mask
     mask = attention_mask[:, past:]
     return None if bool((mask == 1).all()) else mask  # a call without mask is the fastest
 

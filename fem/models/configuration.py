@@ -197,6 +197,9 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     def _check_sizes(self):
         check_sizes(self, SIZES, ("rms_norm_eps", "initializer_range"))
+        for name in ("tie_word_embeddings", "use_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.layer_priors is not None and len(self.layer_priors) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_priors must have one entry per layer, num_hidden_layers = {self.num_hidden_layers}, "

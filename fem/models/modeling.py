@@ -312,6 +312,9 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         )
 
     def _loss(self, hidden: Tensor, labels, shift_labels, segment_ids, num_items) -> Float[Tensor, ""]:
+        shape, wanted = (labels if shift_labels is None else shift_labels).shape, hidden.shape[:2]
+        if shape != wanted:  # of as many numbers, such as (time, batch), they would train on others
+            raise ValueError(f"labels must have shape (batch, time) = {tuple(wanted)}, got {tuple(shape)}.")
         if shift_labels is None and segment_ids is not None:
             opens = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
             labels = labels.masked_fill(opens, IGNORED)

@@ -98,13 +98,15 @@ def readable(what: str, advice: str = "it may be missing, corrupt or cut off") -
 def load_language_model(folder: str | Path):
     """The model and the tokenizer in `folder`, a saved model or the output of `fem train`.
 
-    Raises ValueError where files are missing, cut off or corrupt, and where weights are missing.
+    Raises ValueError where files are missing, cut off or corrupt, where weights are missing or not finite, and where
+    model and tokenizer do not belong together.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import fem.models  # noqa: F401  (the Auto classes)
     from fem.train.model import know
+    from fem.train.tokenizer import entries
 
     path = model_folder(folder)
     know((read_json(path / "config.json") or {}).get("model_type", ""))  # imports the library that registers it
@@ -115,9 +117,16 @@ def load_language_model(folder: str | Path):
         raise ValueError(
             f"the weights in {str(path)!r} must be all that its config.json asks for; {missing[0]!r} is missing."
         )
+    if (name := not_finite(model)) is not None:
+        raise ValueError(f"the weights in {str(path)!r} must be finite, got NaN or infinity in {name!r}.")
     saved = [*path.glob("*token*"), *path.glob("vocab*"), *path.glob("*.model")]
     if not saved:  # some classes of tokenizers can be made of no file, and are empty
         raise ValueError(f"{str(path)!r} holds no tokenizer beside the model; save one there.")
     with readable(f"the tokenizer in {str(path)!r}"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if (size := entries(tokenizer)) > model.config.vocab_size:
+        raise ValueError(
+            f"tokenizer and model do not belong together: token ids up to {size - 1}, but vocab_size = "
+            f"{model.config.vocab_size} in {str(path)!r}."
+        )
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

@@ -75,6 +75,23 @@ def check_data(recipe: TrainRecipe, output: Path) -> None:
         raise ValueError(f"output must lie outside the folder of the data, got {str(output)!r} in {recipe.data!r}.")
 
 
+def say_unread(recipe: TrainRecipe) -> None:
+    """Say which options of the recipe, and which files in the folder of its data, a training does not read."""
+    files = local_files(recipe.data)
+    if recipe.architecture is not None:
+        unread = "" if recipe.mlp == "narrowed" else f", and mlp = {recipe.mlp!r} is not read"
+        note(f"in {recipe.architecture!r} a token sees the documents before its own in the row{unread}.")
+    if files is not None and recipe.subset is not None:
+        note(f"subset is a hub dataset's, and the data are local files, so {recipe.subset!r} is not read.")
+    if recipe.tokenizer is not None and recipe.vocabulary != TrainRecipe.vocabulary:
+        note(f"the tokenizer given has its own entries, so vocabulary = {recipe.vocabulary} is not read.")
+    if files is not None and Path(recipe.data).is_dir():
+        others = sorted({p.name for p in Path(recipe.data).rglob("*") if p.is_file() and p not in files})
+        if others:
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            note(f"files of other kinds in {recipe.data!r} are not read: {', '.join(others[:3])}{more}.")
+
+
 def documents(recipe: TrainRecipe) -> list[tuple[IterableDataset, str]]:
     """The recipe's documents, read as they come, and the field of their text: a text file is one, and so is a record.
 

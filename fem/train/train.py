@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +25,7 @@ from fem.models.loss import IGNORED, cross_entropy_of_logits, next_tokens
 from fem.models.presets import check_preset
 from fem.provenance import CONFIG, RESULTS, check_output, circumstances, note, read_json, versions, write_json
 from fem.train.checkpoints import LOCK, STAGING, newest, one_writer, step_of
-from fem.train.data import TOKENS, check_data, identity, load_rows, load_tokenizer, write_tokens
+from fem.train.data import TOKENS, check_data, identity, load_rows, load_tokenizer, say_unread, write_tokens
 from fem.train.metrics import ADVICE, Metrics, summary
 from fem.train.model import build_model, model_config
 from fem.train.recipe import TrainRecipe, differences
@@ -43,7 +45,7 @@ def run(recipe: TrainRecipe, output: Path, resume: bool = False) -> dict:
     `Paused` where a signal stopped it.
     """
     check(recipe, output, resume)
-    with ExitStack() as held:
+    with ExitStack() as held, told_of_a_full_disk(output):
         args = training_arguments(recipe, output)  # under torchrun, begins the process group
         if args.process_index == 0:
             prepare(recipe, output, resume, held)
@@ -110,6 +112,7 @@ def prepare(recipe: TrainRecipe, output: Path, resume: bool, held: ExitStack) ->
     config["model_type"] = "fem"  # so that from_pretrained(output) asks FEMConfig, which says what to open
     config["recipe"] = asdict(recipe)
     try:
+        say_unread(recipe)
         write_json(output / CONFIG, config | circumstances())
         tokenizer = load_tokenizer(recipe, output)
         model_config(recipe, entries(tokenizer))
@@ -277,3 +280,14 @@ class TextTrainer(SavingTrainer):
             what = f"the gradient is {float(norm)}" if math.isfinite(loss) else f"the loss is {loss}"
             raise NotFinite(f"{what} at step {self.state.global_step + 1}; {ADVICE}; {kept(self.output)}")
         return norm
+
+
+@contextmanager
+def told_of_a_full_disk(output: Path) -> Iterator[None]:
+    """Add to the system's error the folder, and the checkpoint to resume from."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(f"{str(output)!r} could not be written to: {error.strerror}; {kept(output)}.") from error

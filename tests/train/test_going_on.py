@@ -174,6 +174,18 @@ def test_a_full_disk_is_one_sentence_and_loses_no_checkpoint(data, tmp_path, mon
     assert not (tmp_path / train.STAGING).exists()
 
 
+def test_a_disk_that_is_full_between_saves_is_told_with_what_is_left(data, tmp_path, monkeypatch):
+    def full(line, steps):
+        if line["step"] > 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return ""
+
+    monkeypatch.setattr(metrics, "in_words", full)
+    told = r"run' could not be written to: No space left on device; checkpoint-5 is whole, --resume auto goes on"
+    with pytest.raises(OSError, match=told):
+        train.run(tiny(data), tmp_path / "run")
+
+
 # Where it ends
 
 

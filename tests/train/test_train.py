@@ -165,12 +165,14 @@ def test_flops_of_a_transformer_are_counted_by_hand():
 # Its data
 
 
-def test_a_folder_gives_the_documents_of_its_files_in_order(tmp_path):
+def test_a_folder_gives_the_documents_of_its_files_in_order(tmp_path, capsys):
     Dataset.from_dict({"text": ["three", "four"]}).to_parquet(tmp_path / "c.parquet")
     (tmp_path / "a.txt").write_text("\ufeffone\n\ntwo", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": "two", "id": 1}\n')
     (tmp_path / "notes.csv").write_text("no document")
     assert texts_of(tiny(tmp_path)) == ["one\n\ntwo", "two", "three", "four"]
+    lm_data.say_unread(tiny(tmp_path))
+    assert "are not read: notes.csv" in capsys.readouterr().err
 
 
 def expected_rows(texts, tokenizer, context):
@@ -454,6 +456,12 @@ def of_nothing(folder):
     GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_head=2, n_layer=1, n_positions=8)).save_pretrained(folder)
 
 
+def sparse(tokens):
+    tokens = json.loads(tokens)
+    tokens["model"]["vocab"][max(tokens["model"]["vocab"])] = 10**6
+    return json.dumps(tokens).encode()
+
+
 MODEL, TOKENIZER, OUTPUT = "model.safetensors", "tokenizer.json", "model.layers.0.mixer.output.weight"
 NO_TOKENIZER = "the tokenizer in .* cannot be read, it may be missing, corrupt or cut off: "
 UNREADABLE = {  # what happened to a good model, and what is said
@@ -467,6 +475,10 @@ UNREADABLE = {  # what happened to a good model, and what is said
     "weights are cut off": (rewrite(MODEL, lambda data: data[:-1000]), "corrupt or cut off"),
     "weights are zeros": (rewrite(MODEL, lambda data: b"\0" * 64), "corrupt or cut off"),
     "a weight is missing": (rewritten_weights(lambda x: x.pop(OUTPUT)), f"must be all .*; '{OUTPUT}' is missing"),
+    "a weight is NaN": (
+        rewritten_weights(lambda x: x["model.norm.weight"].fill_(torch.nan)),
+        "must be finite, got NaN or infinity in 'model.norm.weight'",
+    ),
     "config is cut off": (rewrite("config.json", lambda data: data[:100]), "must hold a config.json with a model_type"),
     "tokenizer is cut off": (rewrite(TOKENIZER, lambda data: data[:200]), NO_TOKENIZER),
     "tokenizer is a part": (
@@ -475,6 +487,10 @@ UNREADABLE = {  # what happened to a good model, and what is said
     ),
     "tokenizer is removed": (lambda folder: (folder / TOKENIZER).unlink(), "the tokenizer in .* may be missing"),
     "tokenizer is of no file": (of_nothing, "holds no tokenizer beside the model"),
+    "tokenizer is sparse": (
+        rewrite(TOKENIZER, sparse),
+        "do not belong together: token ids up to 1000000, but vocab_size",
+    ),
     "index names a pickle": (named_by_an_index, "the model in .* cannot be read"),
 }
 
