@@ -2,6 +2,7 @@ from pathlib import Path
 
 import jaxtyping
 import pytest
+import shape_checks
 import torch
 
 with torch.device("meta"):
@@ -14,6 +15,7 @@ POISONED = [Path(__file__).parent / "tests" / name for name in ("ops", "layer")]
 def seeded():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    shape_checks.begin()
 
 
 @pytest.fixture
