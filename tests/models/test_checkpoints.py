@@ -259,7 +259,7 @@ def trained(model: torch.nn.Module, folder, steps: int, **options) -> transforme
     return trainer
 
 
-@pytest.mark.parametrize("host", list(TRAINED))
+@pytest.mark.parametrize("host", ["llama", *(pytest.param(host, marks=pytest.mark.slow) for host in ("gpt2", "bert"))])
 def test_trainer_resumes_a_replaced_model(host, tmp_path):
     model = replace_attention(TRAINED[host](), lambda_init=-1.0)
     start = copy.deepcopy(model)

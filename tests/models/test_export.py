@@ -71,6 +71,7 @@ def test_a_layer_exported_with_gradients_has_those_of_the_layer(prior):
         torch.testing.assert_close(a, b, **within, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_documents_in_both_directions_are_exported():
     """Without biases, some of the sequences of the conditioner's two scans are views and others are not."""
