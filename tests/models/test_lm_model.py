@@ -336,28 +336,6 @@ def test_every_parameter_learns(model):
     assert not {name for name in unused if not name.endswith("key.bias")}  # softmax is blind to a shift of all scores
 
 
-def test_trainer_accumulates_to_the_loss_of_the_whole_batch(tmp_path):
-    rows = [{"input_ids": row, "labels": row} for row in tokens(8, 11)]
-
-    def train(batch_size, accumulate):
-        torch.manual_seed(0)
-        model = FEMForCausalLM(small_config())
-        arguments = TrainingArguments(
-            tmp_path, max_steps=2, per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulate,
-            learning_rate=0.01, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1,
-        )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return losses, trainer.evaluate()["eval_loss"]
-
-    whole, whole_eval = train(8, 1)
-    parts, parts_eval = train(2, 4)
-    assert whole == pytest.approx(parts, abs=2e-4)
-    assert whole_eval == pytest.approx(parts_eval, abs=2e-4)
-    assert whole_eval < whole[0]
-
-
 def test_label_smoothing_of_the_trainer_predicts_the_next_token(tmp_path):
     ids = tokens(2, 11)
     model = FEMForCausalLM(small_config()).train()
