@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+from processes import printed
 from small_models import VOCABULARY, lively, small_config, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -325,9 +323,7 @@ for fields in eval(sys.argv[1]):
 def test_compiled_loss_and_gradients_are_one_graph_and_equal_eager():
     """In a process of its own: the shape checks of the other tests break graphs."""
     models = [small_config(**MIXERS[name]).to_diff_dict() for name in MIXERS]
-    done = subprocess.run([sys.executable, "-c", COMPILED, repr(models)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("whole") == len(models)
+    assert printed("-c", COMPILED, repr(models)).count("whole") == len(models)
 
 
 def test_every_parameter_learns(model):
