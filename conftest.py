@@ -16,6 +16,10 @@ def pytest_collection_finish():
     gc.freeze()  # what was imported stays: searching it for garbage took a tenth of the tests' time
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # or nanobind says at the end that its objects were lost
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.set_num_threads(1)
