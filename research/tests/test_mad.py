@@ -550,6 +550,7 @@ def _killed(*_):
     os._exit(9)
 
 
+@pytest.mark.slow
 def test_a_worker_that_the_system_kills_is_one_sentence(tmp_path):
     with pytest.raises(ChildProcessError, match="was killed, as the system does where memory runs out"):
         list(sweep([job()], tmp_path, _killed, workers=1))

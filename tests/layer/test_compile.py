@@ -1,14 +1,13 @@
 """Forward and backward as one graph. In a process of its own: the shape checks of the other tests break graphs."""
 
 import shutil
-import subprocess
-import sys
 from contextlib import nullcontext
 from itertools import product
 
 import pytest
 import torch
 from layers import FAMILIES
+from processes import printed
 
 from fem.ops.common.backend import exporting
 from fem.ops.common.operator import operator
@@ -76,15 +75,11 @@ for name in PRIORS.keys() - {"softmax"}:
 
 @pytest.mark.slow
 def test_any_length_of_a_scan_is_one_graph_and_exports():
-    done = subprocess.run([sys.executable, "-c", GRAPHS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed("-c", GRAPHS)
 
 
 def run(backend, families):
-    command = [sys.executable, "-c", SCRIPT, backend, repr(families)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("whole:") == len(families)
+    assert printed("-c", SCRIPT, backend, repr(families)).count("whole:") == len(families)
 
 
 @pytest.mark.parametrize("waits", [False, True])

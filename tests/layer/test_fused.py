@@ -11,24 +11,14 @@ from fem import FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer
 from fem.call import Call
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-
-
 CASES = Path(__file__).with_name("fused_cases.py")
 
 
 @needs_triton
-def test_a_full_layer_reads_as_the_definition_does():
-    run_cases(CASES, "(definition and full and not split) or parts")
-
-
-@needs_triton
-def test_linear_attention_reads_as_the_definition_does():
-    run_cases(CASES, "(definition or by_the_fused_form) and (eights or (linear and slim))")
-
-
-@needs_triton
-def test_the_maps_of_one_token_are_those_of_the_layer():
-    run_cases(CASES, "one_token")
+def test_a_layer_of_each_kind_reads_as_the_definition_does():
+    """Also linear attention, a token's maps, and sums of parts."""
+    of_softmax, of_linear = "(full and not split)", "eights or (linear and slim)"
+    run_cases(CASES, f"(definition and ({of_softmax} or {of_linear})) or one_token or parts_of")
 
 
 @needs_triton

@@ -116,24 +116,6 @@ def test_gradients_of_a_read_across_match_finite_differences(row):
     assert memory.grad[~MASK.bool()].abs().max() == 0
 
 
-def test_masking_equals_deleting_and_order_does_not_matter():
-    layer, (x, memory) = cross(), inputs()
-    kept = MASK[0].bool()
-    torch.testing.assert_close(layer(x, memory, MASK)[0], layer(x[:1], memory[:1, kept])[0])
-    torch.testing.assert_close(layer(x, memory[:, torch.randperm(5)]), layer(x, memory))
-
-
-def test_an_empty_set_is_the_outputs_bias():
-    torch.manual_seed(0)
-    layer, x = FreeEnergyPooling(8, 2, queries=3), torch.randn(3, 5, 8)
-    torch.nn.init.normal_(layer.read.output.bias)
-    y = layer(x, MASK)
-    assert y.shape == (3, 3, 8)
-    torch.testing.assert_close(y[2], layer.read.output.bias.expand(3, -1))
-    y[2].sum().backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
-
-
 def test_what_stands_in_masked_elements_reaches_nothing_and_no_elements_are_an_empty_set():
     layer, (x, memory) = cross(), inputs()
     spoilt = memory.masked_fill(~MASK.bool()[..., None], torch.nan).requires_grad_()

@@ -27,6 +27,7 @@ def test_forward_mode_is_the_slope(family):
     torch.testing.assert_close(slope, wanted.detach(), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow  # torch traces every operation
 @pytest.mark.parametrize("family", ["softmax grouped", "gla"])
 def test_a_linearised_layer_has_its_slope(family):
     x, keep, ids, loss, weights = make(family)

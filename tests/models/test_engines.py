@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
 from own_priors import register
+from small_models import lively
 from transformers import Cache, DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -47,11 +48,7 @@ def small_model(mixer: dict | None = None, **fields) -> FEMForCausalLM:
         **{"vocab_size": 53, "max_position_embeddings": 64, **sizes, **fields},
         mixer={"use_conv": False, **(mixer or {})},
     )
-    model = FEMForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
+    return lively(FEMForCausalLM(config), size=0.2)
 
 
 def tokens(batch: int, time: int, seed: int = 1) -> torch.Tensor:

@@ -94,6 +94,7 @@ def test_inductor_compiles_what_was_exported_ahead_of_time(prior, sizes, tmp_pat
         close(torch._inductor.aoti_load_package(path)(x), layer(x))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_documents_in_both_directions_are_exported():
     """Without biases, some of the sequences of the conditioner's two scans are views and others are not."""

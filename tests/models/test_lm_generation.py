@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -185,10 +185,9 @@ def test_a_prompt_read_in_chunks_writes_the_same_text(family, chunk):
 SERVED = {"full": {"use_conv": False}, "split": {"use_conv": False, "free_share": 0.5}, "conditioner": {}}
 
 
-@pytest.mark.parametrize("mode", CACHED_MODES)
-@pytest.mark.parametrize("cache", ["static", "dynamic"])
-@pytest.mark.parametrize("name", SERVED)
-def test_an_engine_generates_over_the_caches_of_transformers(name, cache, mode):
+@pytest.mark.parametrize(("served", "mode"), list(zip(product(SERVED, ["static", "dynamic"]), cycle(CACHED_MODES))))
+def test_an_engine_generates_over_the_caches_of_transformers(served, mode):
+    name, cache = served
     model, ids, mask = small_model(mixer=SERVED[name]), tokens(2, 7), torch.ones(2, 7, dtype=torch.long)
     mask[1, :3] = 0
     how = {"attention_mask": mask, **CACHED_MODES[mode]}
@@ -204,22 +203,20 @@ def test_an_engine_generates_by_prompt_lookup():
     assert torch.equal(generate(model, tokens(1, 6), prompt_lookup_num_tokens=2), expected)
 
 
-@pytest.fixture(params=[prior for prior in PRIORS if prior != "softmax"])
-def scan_model(request) -> FEMForCausalLM:
-    return small_model(prior_type=request.param)
+SCANS = [prior for prior in PRIORS if prior != "softmax"]
 
 
-@pytest.mark.parametrize("mode", CACHED_MODES)
-def test_a_static_cache_holds_states_of_fixed_size(scan_model, mode):
-    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+@pytest.mark.parametrize(("prior", "mode"), list(zip(SCANS, cycle(CACHED_MODES))))
+def test_a_static_cache_holds_states_of_fixed_size(prior, mode):
+    model, ids, mask = small_model(prior_type=prior), tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[1, :3] = 0
     how = {"attention_mask": mask, **CACHED_MODES[mode]}
-    static = generate(scan_model, ids, cache_implementation="static", **how)
-    assert torch.equal(static, generate(scan_model, ids, **how))
+    assert torch.equal(generate(model, ids, cache_implementation="static", **how), generate(model, ids, **how))
 
 
-def test_a_static_cache_keeps_its_addresses_and_counts_on_the_device(scan_model):
-    ids = tokens(2, 9)
+@pytest.mark.parametrize("prior", SCANS)
+def test_a_static_cache_keeps_its_addresses_and_counts_on_the_device(prior):
+    scan_model, ids = small_model(prior_type=prior), tokens(2, 9)
     cache = StaticCache(config=scan_model.config, max_cache_len=9)
     scan_model(ids[:, :5], past_key_values=cache)
     addresses = [[x.data_ptr() for x in layer.state.tensors()] for layer in cache.layers]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+from processes import printed
 from small_models import VOCABULARY, lively, small_config, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -327,9 +325,7 @@ for fields in eval(sys.argv[1]):
 def test_compiled_loss_and_gradients_are_one_graph_and_equal_eager():
     """In a process of its own: the shape checks of the other tests break graphs."""
     models = [small_config(**MIXERS[name]).to_diff_dict() for name in MIXERS]
-    done = subprocess.run([sys.executable, "-c", COMPILED, repr(models)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("whole") == len(models)
+    assert printed("-c", COMPILED, repr(models)).count("whole") == len(models)
 
 
 def test_marks_are_read_once_for_all_layers(softmax_model, monkeypatch):
@@ -348,28 +344,6 @@ def test_every_parameter_learns(model):
     _, gradients = loss_and_gradients(model)
     unused = {name for name, p in model.named_parameters() if name not in gradients or not gradients[name].any()}
     assert not {name for name in unused if not name.endswith("key.bias")}  # softmax is blind to a shift of all scores
-
-
-def test_trainer_accumulates_to_the_loss_of_the_whole_batch(tmp_path):
-    rows = [{"input_ids": row, "labels": row} for row in tokens(8, 11)]
-
-    def train(batch_size, accumulate):
-        torch.manual_seed(0)
-        model = FEMForCausalLM(small_config())
-        arguments = TrainingArguments(
-            tmp_path, max_steps=2, per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulate,
-            learning_rate=0.01, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1,
-        )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return losses, trainer.evaluate()["eval_loss"]
-
-    whole, whole_eval = train(8, 1)
-    parts, parts_eval = train(2, 4)
-    assert whole == pytest.approx(parts, abs=2e-4)
-    assert whole_eval == pytest.approx(parts_eval, abs=2e-4)
-    assert whole_eval < whole[0]
 
 
 def test_label_smoothing_of_the_trainer_predicts_the_next_token(tmp_path):

@@ -281,7 +281,7 @@ def test_saved_model_loads_into_a_fresh_original(preserve, prior):
     torch.testing.assert_close(other(tokens()).logits, model(tokens()).logits)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_replaced_decoder_is_one_graph(name, as_users_run):
     model = awake(replace_attention(decoder(name)))
     compiled = torch.compile(model, fullgraph=True, backend="eager")

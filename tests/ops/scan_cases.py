@@ -11,7 +11,8 @@ import fla_reference
 import pytest
 import torch
 import torch.nn.functional as F
-from reads import KEEPS_VALUES, KEYED, LAYOUTS, gradients_of, make
+from reads import KEEPS_VALUES, KEYED, LAYOUTS, check, errors
+from reads import draw_for_kernels as draw
 
 from fem.ops.common import backend
 from fem.ops.common.rope import frequencies, rotate_all
@@ -38,46 +39,6 @@ def proven(monkeypatch):
     monkeypatch.setattr(kernel_read, "by_fla", fla_reference.gla)
     monkeypatch.setattr(kernel_read, "kernel_read", told)
     return found
-
-
-def draw(name, time, dtype=torch.float32, **options):
-    """Values in the dtype, everything else in float32; equal calls are equal."""
-    torch.manual_seed(0)
-    call = make(name, time, batch=2, **{"width": 4, "weights": 1.0} | options)
-    return call.set(**{n: x.to(dtype) for n, x in call.along.items() if n in ("v", "free_values")})
-
-
-def in_pieces(call, sizes, marks):
-    """The joined reads of pieces, each from the state before, and that after the last."""
-    reads, state, first = [], None, 0
-    for size in sizes:
-        piece = slice(first, first + size)
-        here = {n: mark[:, piece] for n, mark in marks.items()}
-        read, state = call.at(piece).read(initial_state=state, return_state=True, **here)
-        reads.append(read)
-        first += size
-    return [*(torch.cat(parts, 1) for parts in zip(*reads)), *state.memory.values()]
-
-
-def errors(call, backends, sizes=None, **marks):
-    """Of each result and gradient by the last backend, and of those by the one before it, relative to its norm."""
-    results = []
-    for name, dtype in backends:
-        mine = call.leaves(dtype)
-        mine = mine.__class__(mine.op, mine.arguments, mine.rules | {"backend": name}, mine.place)
-        read = mine.read(**marks) if sizes is None else in_pieces(mine, sizes, marks)
-        torch.manual_seed(1)
-        cotangents = [torch.randn(x.shape) for x in read]
-        results.append([*read, *gradients_of(mine, read, cotangents).values()])
-    for exact, other, one in zip(*results, strict=True):
-        yield (*((x.double() - exact).norm() / exact.norm().clamp_min(1e-3) for x in (one, other)),)
-
-
-def check(call, limit, exact="reference", sizes=None, **marks):
-    """The kernels err by at most twice what the plain form does, or `limit` of the norm."""
-    backends = ((exact, torch.float64), ("plain", None), ("triton", None))
-    for error, floor in errors(call, backends, sizes, **marks):
-        assert error <= max(2 * floor, limit), (error, floor)
 
 
 def marks_of(time, documents):

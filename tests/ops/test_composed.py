@@ -8,7 +8,7 @@ import fla_reference
 import pytest
 import torch
 from processes import printed
-from reads import gradients_of, make
+from reads import check, draw_for_kernels
 
 from fem.functional import decay_scan, keyed_scan_read
 from fem.ops.common import backend
@@ -26,26 +26,9 @@ def kernels(monkeypatch):
     monkeypatch.setattr(of_ssm, "mamba_kernel", fla_reference.selective_scan)
 
 
-def draw(name, time, dtype=torch.float32, **options):
-    """Values in the dtype, everything else in float32."""
-    call = make(name.partition(" without")[0], time, batch=2, **{"width": 4, "weights": 1.0} | options)
-    if "skip" in name:
-        call = call.set(D=1e-30 * call.arguments["D"])
-    return call.set(**{n: x.to(dtype) for n, x in call.along.items() if n in ("v", "free_values")})
-
-
-def check(call, limit, **marks):
-    """Against float64, the kernel's results err by at most twice the plain form's, or `limit` of the norm."""
-    results = []
-    for name, dtype in (("plain", torch.float64), ("plain", None), ("triton", None)):
-        mine = call.leaves(dtype)
-        read = mine.read(backend=name, **marks)
-        torch.manual_seed(1)
-        cotangents = [torch.randn(x.shape) for x in read]
-        results.append([*read, *gradients_of(mine, read, cotangents).values()])
-    for exact, other, one in zip(*results, strict=True):
-        error, floor = ((x.double() - exact).norm() / exact.norm().clamp_min(1e-3) for x in (one, other))
-        assert error <= max(2 * floor, limit), (error, floor)
+def draw(name, time, *dtype, **options):
+    call = draw_for_kernels("ssm", time, *dtype, **options)
+    return call.set(D=1e-30 * call.arguments["D"]) if "skip" in name else call
 
 
 @pytest.mark.parametrize("time", [2, 17, 64, 65, 127])
@@ -73,7 +56,7 @@ def test_what_a_kernel_cannot_prove_is_computed_again(name, change):
 def test_free_energies_alone_are_read_by_a_kernel(monkeypatch, width):
     """Layers without a temperature gate read no mean; the kernel reads all the same, and its proof does not fail."""
     monkeypatch.setattr(of_ssm.SSM_SCAN, "exact", None)
-    check(draw("ssm", 33, width=0, free=width), 2e-6)
+    check(draw("ssm", 33, width=0, free=width), 2e-6, exact="plain")
 
 
 def test_weights_below_the_range_of_a_kernel_are_computed_again():

@@ -4,8 +4,6 @@ import cmath
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -40,26 +38,6 @@ def test_rotation_and_its_gradient(dtype, position):
     grad = torch.randn_like(y)
     (found,) = torch.autograd.grad(y, x, grad)
     assert (found - by_complex_numbers(grad, -position, 100.0)).abs().max() <= 8 * eps * (1 + grad.abs().max())
-
-
-@settings(max_examples=25, deadline=None)
-@given(first=st.integers(0, 10**6), second=st.integers(0, 10**6), shift=st.integers(0, 10**6))
-def test_scores_depend_on_the_distance_alone(first, second, shift):
-    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-    score = lambda t, i: (rotate(q, torch.tensor([t])) * rotate(k, torch.tensor([i]))).sum()  # noqa: E731
-    torch.testing.assert_close(score(first, second), score(first + shift, second + shift), rtol=0, atol=1e-8)
-
-
-def test_position_zero_changes_nothing():
-    x = torch.randn(2, 3, 2, 4)
-    assert torch.equal(rotate(x, torch.zeros(3, dtype=torch.long)), x)
-
-
-def test_halves_pair_as_in_transformers():
-    x = torch.zeros(1, 1, 1, 4)
-    x[..., 0] = 1.0
-    y = rotate(x, torch.tensor([1]))
-    assert y[0, 0, 0].nonzero().flatten().tolist() == [0, 2]
 
 
 def test_an_odd_width_is_named():

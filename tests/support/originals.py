@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import small_models
 import torch
 import transformers
 from small_models import VOCABULARY
@@ -28,13 +31,7 @@ PADDED = torch.ones(2, 11, dtype=torch.long)
 PADDED[0, :4] = 0
 
 
-def lively(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Every parameter away from its start, so that none can be lost unseen; in eval mode."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator).mul_(0.2))
-    return model.eval()
+lively = partial(small_models.lively, size=0.2)
 
 
 def decoder(name: str) -> nn.Module:

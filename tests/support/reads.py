@@ -287,6 +287,45 @@ def by_definition(call: Call, documents: list[Tensor]) -> list[Tensor]:
     return [torch.cat(parts, 1) for parts in zip(*reads)]
 
 
+def draw_for_kernels(name, time, dtype=torch.float32, **options):
+    """Values in the dtype, everything else in float32; equal calls are equal."""
+    torch.manual_seed(0)
+    call = make(name, time, batch=2, **{"width": 4, "weights": 1.0} | options)
+    return call.set(**{n: x.to(dtype) for n, x in call.along.items() if n in ("v", "free_values")})
+
+
+def with_states(call, sizes, marks):
+    """The joined reads of pieces, each from the state before, and that after the last."""
+    reads, state, first = [], None, 0
+    for size in sizes:
+        piece = slice(first, first + size)
+        here = {n: mark[:, piece] for n, mark in marks.items()}
+        read, state = call.at(piece).read(initial_state=state, return_state=True, **here)
+        reads.append(read)
+        first += size
+    return [*(torch.cat(parts, 1) for parts in zip(*reads)), *state.memory.values()]
+
+
+def errors(call, backends, sizes=None, **marks):
+    """Of each result and gradient by the last backend, and of those by the one before it, relative to its norm."""
+    results = []
+    for name, dtype in backends:
+        mine = replace(call.leaves(dtype), rules=call.rules | {"backend": name})
+        read = mine.read(**marks) if sizes is None else with_states(mine, sizes, marks)
+        torch.manual_seed(1)
+        cotangents = [torch.randn(x.shape) for x in read]
+        results.append([*read, *gradients_of(mine, read, cotangents).values()])
+    for exact, other, one in zip(*results, strict=True):
+        yield (*((x.double() - exact).norm() / exact.norm().clamp_min(1e-3) for x in (one, other)),)
+
+
+def check(call, limit, exact="reference", sizes=None, **marks):
+    """The kernels err by at most twice what the plain form does, or `limit` of the norm."""
+    backends = ((exact, torch.float64), ("plain", None), ("triton", None))
+    for error, floor in errors(call, backends, sizes, **marks):
+        assert error <= max(2 * floor, limit), (error, floor)
+
+
 def excess(call: Call, documents: list[Tensor], marks: dict[str, Tensor], seed: int = 0) -> dict[str, float]:
     """Errors of reads and gradients over what is allowed: twice the plain form's, or 16 eps (1 + max|v|).
 

@@ -18,14 +18,14 @@ from fem.ops.common.backend import _FOUND
 from fem.ops.ssm import ssm_read
 
 torch.set_num_threads(1)
-PIECES = (14, 16, 1, 1, 1)
+torch.use_deterministic_algorithms(True)  # fresh memory is NaN: what nobody wrote shows
 BOTH = {
     "usual": {},
     "documents": {"documents": True},
     "documents and masks": {"documents": True, "masked": True},
     "spikes of 300": {"spike": 300.0},
-    "in pieces": {"pieces": PIECES},
-    "documents in pieces": {"pieces": PIECES, "documents": True},
+    "in pieces": {"pieces": True},
+    "documents in pieces": {"pieces": True, "documents": True},
     "both directions": {"causal": False, "masked": True},
     "documents in both directions": {"causal": False, "documents": True},
 }
@@ -37,10 +37,10 @@ CASES = {
         "masks without decay": {"name": "aft", "masked": True},
         "spikes of 300 without decay": {"name": "aft", "spike": 300.0},
         "values that hardly differ": {"near": 1e-4},
-        "small beta": {"beta": 1e-3},
+        "small beta": {"beta": 1e-3, "time": 33},
         "fast decays": {"decay": 20.0},
         "other free values": {"free": 6},
-        "pieces without decay": {"name": "aft", "pieces": PIECES},
+        "pieces without decay": {"name": "aft", "pieces": True},
     },
     "states": {
         "several kept states": {"time": 70},
@@ -69,9 +69,9 @@ def results(call, marks, dtype, backend, pieces):
 
 
 def error(
-    name, time=33, spike=0.0, near=None, documents=False, masked=False, pieces=None, unit=0.0, beside=False, **options
+    name, time=13, spike=0.0, near=None, documents=False, masked=False, pieces=False, unit=0.0, beside=False, **options
 ) -> float:
-    """Of reads and gradients, the largest, of its norm or of `unit` where that is less; inf where two runs differ."""
+    """Of reads and gradients, the largest, of its norm or of `unit` where that is less."""
     torch.manual_seed(0)
     _FOUND["mamba_ssm"] = beside
     call, marks = make(name, time, batch=2, **options), {}
@@ -79,14 +79,12 @@ def error(
         call = call.set(v=3 + near * call.arguments["v"])
     call.arguments["free_values" if "free" in options else "v"][:, time // 4] += spike
     if documents:
-        marks["segment_ids"] = (torch.arange(time) // 12)[None].expand(2, time)
+        marks["segment_ids"] = (torch.arange(time) // (time // 3 + 1))[None].expand(2, time)
     if masked:
         marks["key_mask"] = torch.ones(2, time, dtype=torch.bool)
         marks["key_mask"][0, :5] = marks["key_mask"][1, 11] = False
-    wanted = results(call, marks, torch.float64, "plain", None)
-    found, again = (results(call, marks, None, "triton", pieces) for _ in range(2))
-    if not all(map(torch.equal, found, again)):
-        return torch.inf
+    sizes = (time // 2 - 2, time // 2, 1, 1, 1) if pieces else None
+    wanted, found = results(call, marks, torch.float64, "plain", None), results(call, marks, None, "triton", sizes)
     return max(((a - b).norm() / b.norm().clamp_min(unit)).item() for a, b in zip(found, wanted, strict=True))
 
 

@@ -15,12 +15,12 @@ def small_config(**fields) -> FEMConfig:
     return FEMConfig(**{"vocab_size": VOCABULARY, "max_position_embeddings": 32, **sizes, **fields})
 
 
-def lively(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+def lively(model: torch.nn.Module, seed: int = 0, size: float = 0.3) -> torch.nn.Module:
     """Move every parameter away from its start, so that a lost one shows; the model in eval mode."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator).mul_(0.3))
+            parameter.add_(torch.randn(parameter.shape, generator=generator).mul_(size))
     return model.eval()
 
 
