@@ -137,8 +137,10 @@ FUSED = {
     "conditioner": {"use_conv": True},
     "attention": {"use_lse": False, "use_temperature": False, "use_outer_gate": False},
     "both directions": {"causal": False},
+    "a window": {"window": 50},
     "spikes": {},
     "spikes, split values": {"gate_rank": 40, "free_share": 0.5},
+    "spikes, a window": {"window": 50},
 }
 
 
