@@ -101,7 +101,7 @@ def test_a_page_opens_and_is_explored_without_a_console_error(browser, tmp_path,
         assert page.text("#which").endswith(f"at token {token + 1}: {visible(NAMES[token])}")
     for card in page.find(".head"):
         page.click(card)
-    assert len(page.table()) == page.layers[-1].channels
+    assert len(page.table()) == page.layers[-1].read.shape[1]
     assert "NaN" not in page.text("body") + "".join(map(str, page.table()))
     assert page.errors() == []
 
@@ -119,7 +119,7 @@ def test_hovering_a_token_shows_what_every_channel_reads_there(page, token):
     page.hover(page.find(".token")[token])
     assert all(one != other for one, other in zip(before, page.pictures()))
     found = page.layers[0]
-    assert len(page.table()) == found.channels
+    assert len(page.table()) == found.read.shape[1]
     for channel, (name, _, reads, _, lam, hidden, gate, gap, spread) in enumerate(page.table()):
         q = found.posterior[HEAD, channel, token]
         assert name == str(channel + 1)
