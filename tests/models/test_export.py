@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -199,6 +201,21 @@ def test_onnxruntime_finds_the_logits_at_any_batch_and_length(prior, mixer, tmp_
         given = marked(rows, time)
         expected = model(**given, use_cache=False).logits
         torch.testing.assert_close(run(**given), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_export_of_the_faq_takes_any_batch_and_length(tmp_path, monkeypatch):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
+    monkeypatch.chdir(tmp_path)
+    model = lively(FEMForCausalLM(small_config(prior_type=QUICK, num_hidden_layers=1)))
+    names = {"torch": torch, "model": model, "ids": tokens(2, 9), "mask": torch.ones(2, 9, dtype=torch.long)}
+    page = (Path(__file__).parents[2] / "docs/faq.md").read_text()
+    exec(page.split("How do I export it?")[1].split("```python")[1].split("```")[0], names)
+    given = {"input_ids": tokens(3, 14), "attention_mask": torch.ones(3, 14, dtype=torch.long)}
+    expected = model(**given, use_cache=False).logits
+    close(names["program"].module()(**given, use_cache=False).logits, expected)
+    session = onnxruntime.InferenceSession("model.onnx")
+    close(torch.tensor(session.run(None, {name: x.numpy() for name, x in given.items()})[0]), expected)
 
 
 @pytest.mark.slow
