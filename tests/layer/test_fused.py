@@ -16,9 +16,10 @@ CASES = Path(__file__).with_name("fused_cases.py")
 
 @needs_triton
 def test_a_layer_of_each_kind_reads_as_the_definition_does():
-    """Also linear attention, a token's maps, and sums of parts."""
+    """Also linear attention, packed rows, a token's maps, and what joins maps and sums parts."""
     of_softmax, of_linear = "(full and not split)", "eights or (linear and slim)"
-    run_cases(CASES, f"(definition and ({of_softmax} or {of_linear})) or one_token or parts_of")
+    others = "joined or (document_and_window and (full or linear))"
+    run_cases(CASES, f"(definition and ({of_softmax} or {of_linear})) or one_token or parts_of or {others}")
 
 
 @needs_triton
@@ -68,7 +69,8 @@ FITS = {  # the layer, what the call says, and whether the fused form reads it
     "a plain call in bfloat16": (build, {}, True),
     "padding that causality hides": (build, {"attention_mask": ONES.bool()}, True),
     "padding in both directions": (lambda: build(causal=False), {"attention_mask": ONES.bool()}, False),
-    "documents": (build, {"segment_ids": ONES.long()}, False),
+    "documents": (build, {"segment_ids": ONES.long()}, True),
+    "documents and padding": (build, {"segment_ids": ONES.long(), "attention_mask": ONES.bool()}, False),
     "a state under gradients": (build, {"return_state": True}, False),
     "float32": (lambda: build(torch.float32), {}, False),
     "float16": (lambda: build(torch.float16), {}, False),
@@ -76,13 +78,15 @@ FITS = {  # the layer, what the call says, and whether the fused form reads it
     "a hook on the gates": (lambda: hooked("gate"), {}, False),
     "an adapter": (adapted, {}, False),
     "a bias in the first map of a slim gate": (biased, {}, False),
-    "a window": (lambda: build(window=4), {}, False),
+    "a window": (lambda: build(window=4), {}, True),
+    "a window and padding": (lambda: build(window=4), {"attention_mask": ONES.bool()}, False),
+    "a window of wide heads": (lambda: build(window=4, qk_dim=288), {}, False),
     "another backend": (lambda: build(backend="plain"), {}, False),
     "a gate per head": (lambda: build(gate_rank=0), {}, False),
     "a cap": (lambda: build(value_logexp_cap=5.0), {}, False),
     "gla": (lambda: build(prior_type="gla"), {}, True),
     "gla, padding": (lambda: build(prior_type="gla"), {"attention_mask": ONES.bool()}, False),
-    "gla, documents": (lambda: build(prior_type="gla"), {"segment_ids": ONES.long()}, False),
+    "gla, documents": (lambda: build(prior_type="gla"), {"segment_ids": ONES.long()}, True),
     "gla, a state": (lambda: build(prior_type="gla"), {"return_state": True}, False),
     "gla, a hook": (lambda: hooked(prior_type="gla"), {}, False),
     "gla, an adapter": (lambda: adapted(prior_type="gla"), {}, False),
