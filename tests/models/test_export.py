@@ -207,6 +207,7 @@ def test_onnxruntime_finds_the_logits_at_any_batch_and_length(prior, mixer, tmp_
 def test_the_export_of_the_faq_takes_any_batch_and_length(tmp_path, monkeypatch):
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
     monkeypatch.chdir(tmp_path)
+    torch._dynamo.reset()  # docs/limits.md: of what other tests exported
     model = lively(FEMForCausalLM(small_config(prior_type=QUICK, num_hidden_layers=1)))
     names = {"torch": torch, "model": model, "ids": tokens(2, 9), "mask": torch.ones(2, 9, dtype=torch.long)}
     page = (Path(__file__).parents[2] / "docs/faq.md").read_text()
