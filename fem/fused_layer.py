@@ -104,7 +104,7 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
     """Of padded rows the kept tokens are read first, as a row that ends there: no kept token sees one behind it."""
     from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
-    keep, options = call.tokens.keep, _softmax_options(layer, call)
+    keep, options = call.tokens.keep, _softmax_options(layer, call.x)
     if call.memory is not None:
         o, k, v = prefill(options, *_tensors(layer, call, features))
         beta = layer.temperature(call.x)
@@ -113,7 +113,7 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
     if _bounded(layer, call):
         time, config = call.x.shape[1], layer.config
         seen = seen_keys(time, time, call.x.device, config.causal, config.window, call.tokens.document)
-        return mixed_read(options, *_tensors(layer, call, features), *seen), None
+        return mixed_read(options, *_tensors(layer, call, features), seen), None
     if keep is None:
         return mixed_read(options, *_tensors(layer, call, features)), None
     order = keep.long().argsort(dim=1, descending=True, stable=True)
@@ -140,14 +140,13 @@ def _bounded(layer, call: Call) -> bool:
     return layer.config.window is not None or call.tokens.document is not None
 
 
-def _softmax_options(layer, call: Call):
+def _softmax_options(layer, x: Tensor):
     """How softmax's `mixed_read` is called."""
     from fem.ops.softmax.fused.layer_form import Form, Options
 
     config, gate, widths = layer.config, layer.gate, _widths(layer.config)
     sizes = (config.n_head, config.kv_heads, config.key_width, *widths, config.causal, config.use_rope)
-    kernel = _kernel(call.x.device.index or 0, *sizes[:3], config.read_width, config.causal)
-    flash = kernel == "flash" and not _bounded(layer, call)
+    flash = _kernel(x.device.index or 0, *sizes[:3], config.read_width, config.causal) == "flash"
     form = Form(*sizes, gate.outer is not None, config.gate_rank or 0, config.context_width, flash)
     return Options(form, config.key_width**-0.5, config.eps, config.beta_max_init)
 

@@ -67,12 +67,17 @@ def read_documents(
 
     segment_ids: (B, T), an id per token; they come first. position_ids: (B, T); a kept token that does not follow the
     one before opens a document, unless a cache went before: a masked token's position is ignored, and gaps that masked
-    tokens leave are none.
+    tokens leave are none. Raises ValueError on positions of another length or of floating numbers.
     """
     if segment_ids is not None:
         return segment_ids
     if position_ids is None or isinstance(past, Tensor) or past:
         return None
+    if position_ids.shape[-1] != x.shape[1] or position_ids.is_floating_point():
+        raise ValueError(
+            f"position_ids must be integers that cover the {x.shape[1]} tokens, got shape "
+            f"{tuple(position_ids.shape)} and dtype {position_ids.dtype}."
+        )
     opens = _restarts(position_ids, attention_mask)
     if not torch.compiler.is_compiling() and not bool(opens.any()):
         return None

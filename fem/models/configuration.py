@@ -163,10 +163,10 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         return merged
 
     def _own_fields(self) -> list[dict]:
-        prior = self.prior_type
-        entries = self.layer_priors or [prior] * self.num_hidden_layers
+        entries = self.layer_priors or [{}] * self.num_hidden_layers
         return [
-            {"prior_type": prior} | ({"prior_type": entry} if isinstance(entry, str) else entry) for entry in entries
+            {"prior_type": entry} if isinstance(entry, str) else {"prior_type": self.prior_type} | entry
+            for entry in entries
         ]
 
     # What engines ask of a configuration, under their names.
@@ -217,7 +217,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
 def _uses(fields: dict) -> set[str]:
     """The fields that the prior of a layer reads; empty for an unknown prior, which is refused later."""
-    return set(getattr(PRIORS.get(fields["prior_type"]), "uses", ()))
+    return set(getattr(PRIORS.get(str(fields["prior_type"])), "uses", ()))
 
 
 def _keeps_keys(fields: dict) -> bool:

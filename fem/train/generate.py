@@ -27,12 +27,15 @@ def continue_prompt(
     document, after which a model of `fem train` has not learnt to predict.
 
     temperature: 0 takes the likeliest token. max_new_tokens: None is 200, or as many as fit into the context.
-    Raises ValueError where they do not fit into the context, and on numbers that transformers refuses.
+    Raises ValueError where they do not fit into the context, on numbers that transformers refuses, and on an empty
+    prompt that no token stands for.
     """
     import torch
 
     begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     ids = tokenizer(prompt)["input_ids"] or [begin]
+    if ids == [None]:
+        raise ValueError("prompt must hold text, as no token of this tokenizer begins or ends one, got an empty one.")
     context = getattr(model.config, "max_position_embeddings", None) or math.inf
     new = min(NEW_TOKENS, context - len(ids)) if max_new_tokens is None else max_new_tokens
     if len(ids) + max(new, 1) > context:

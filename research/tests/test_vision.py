@@ -148,6 +148,8 @@ def test_a_head_fits_what_problem_type_names():
     torch.testing.assert_close(found.loss, (found.logits - numbers).square().mean())
     with pytest.raises(ValueError, match="num_labels must be at least 2 to classify, got 1"):
         classifier(num_labels=1)(x, labels=torch.tensor([0, 0]))
+    with pytest.raises(ValueError, match=r"labels must have shape \(2, 2\), got \(2,\)"):
+        classifier(num_labels=2, problem_type="regression")(x, labels=torch.tensor([0.5, 1.0]))
 
 
 @pytest.mark.parametrize(("prior", "pooling"), list(zip(PRIORS, cycle(["cls", "mean"]))))

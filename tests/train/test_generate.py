@@ -94,6 +94,13 @@ def test_what_cannot_be_generated_is_one_sentence(as_users_run, model, given, se
         continue_prompt(*model, **given)
 
 
+def test_an_empty_prompt_needs_a_token_that_begins_it(folder):
+    network, tokenizer = load_language_model(folder)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="prompt must hold text"):
+        continue_prompt(network, tokenizer, "")
+
+
 def test_the_command_prints_prompt_and_continuation(folder, model, monkeypatch, capsys):
     options = ["--model", str(folder), "--prompt", "the sun", "--max-new-tokens", "5", "--temperature", "0"]
     monkeypatch.setattr(sys, "argv", ["fem", "generate", *options])

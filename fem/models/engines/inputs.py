@@ -12,7 +12,7 @@ from fem.models.arguments import is_of_tokens, mask_of_new_tokens, read_document
 from fem.models.cache import CACHE
 from fem.models.engines.attention import EXACT
 from fem.models.engines.obstacles import FULL, SLIDING
-from fem.ops.common.tokens import PLAIN, Tokens, read_tokens
+from fem.ops.common.tokens import PLAIN, Tokens, whole_rows
 
 KEPT = "kept"  # among the masks of a compiled step: which new tokens the conditioner reads
 WRITTEN = "written_by_fem"  # on a cache: it holds states, or values [v | e], not those of another model
@@ -79,7 +79,7 @@ def positions_of(
 ) -> Int[Tensor, "b t"]:
     """Positions of the new tokens: from 0 in each document, or counted over the tokens that a 2D mask keeps."""
     if segment_ids is not None:
-        return read_tokens(tuple(x.shape[:2]), x.device, None, segment_ids)[0].position
+        return whole_rows(tuple(x.shape[:2]), x.device, None, segment_ids).position
     if position_ids is not None:
         return position_ids
     if is_of_tokens(attention_mask):
@@ -104,7 +104,7 @@ def tokens_read_by(
             "those that are masked, got one of pairs."
         )
     keep = mask_of_new_tokens(attention_mask, past, x)
-    return read_tokens(tuple(x.shape[:2]), x.device, keep, documents)[0]
+    return whole_rows(tuple(x.shape[:2]), x.device, keep, documents)
 
 
 def masks_of(

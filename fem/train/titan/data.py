@@ -11,7 +11,7 @@ from torch import Tensor
 from torchtitan.components.dataloader import BaseDataLoader
 
 from fem.models.loss import next_tokens
-from fem.ops.common.tokens import read_tokens
+from fem.ops.common.tokens import whole_rows
 from fem.recipes import require_one_of
 from fem.train.data import Rows, Shuffled
 from fem.train.recipe import DOCUMENTS
@@ -60,8 +60,8 @@ class TokenRows(BaseDataLoader):
             joined = {name: torch.stack([row[name] for row in batch]) for name in batch[0]}
             self.batches += 1
             ids, documents = joined["input_ids"], joined.get("segment_ids")
-            tokens, _ = read_tokens(tuple(ids.shape), ids.device, None, documents)  # from 0 in each document
-            yield {"input": ids, "positions": tokens.position.expand(ids.shape)}, next_tokens(joined["labels"])
+            positions = whole_rows(tuple(ids.shape), ids.device, None, documents).position  # from 0 in each document
+            yield {"input": ids, "positions": positions.expand(ids.shape)}, next_tokens(joined["labels"])
 
     def state_dict(self) -> dict:
         return {"rows": self.batches * self.size * self.world}

@@ -28,6 +28,7 @@ from fem.ops.softmax.fused import elementwise_kernels as K
 from fem.ops.softmax.fused.doubt import Doubt, Known, settle, through_doubt
 from fem.ops.softmax.fused.layer_form import Form, Options, Sizes, row_stride, rows_of_tile, sizes_of, strides
 
+Bounds = tuple[Int[Tensor, "#b t"], Int[Tensor, "#b t"]]  # the first key that a token sees, and the first one behind
 BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
 
 
@@ -44,11 +45,10 @@ def mixed_read(
     theta: Float[Tensor, "hkv df"] | None,
     cos: Float[Tensor, "t p"] | Float[Tensor, "b t p"] | None,
     sin: Float[Tensor, "t p"] | Float[Tensor, "b t p"] | None,
-    first: Int[Tensor, "#b t"] | None = None,
-    end: Int[Tensor, "#b t"] | None = None,
+    bounds: Bounds | None = None,
 ) -> Float[Tensor, "b t h d"]:
-    """o of a whole sequence of 16-bit numbers, differentiable once. cos and sin are float32. A token sees the keys from
-    `first` on and before `end`, in eager calls; None: all, or if causal those up to it.
+    """o of a whole sequence of 16-bit numbers, differentiable once. cos and sin are float32. bounds of
+    the keys that a token sees are for eager calls; None: it sees all, or if causal those up to it.
 
     weights, biases: of the maps of x, in the order of the product's columns; a bias of None is 0, as those of slim
     gates' first maps are. value_scale: W_v. inner_up to outer_bias: the second maps. theta: of beta, 1 without one.
@@ -58,7 +58,7 @@ def mixed_read(
     tensors = (x, weight, bias, *others, theta, cos, sin)
     if torch.compiler.is_compiling():
         return _operator(*tensors, list(map(int, options.form)), *options[1:])[0]
-    return _MixedRead.apply(options, *tensors, first, end)
+    return _MixedRead.apply(options, bounds, *tensors)
 
 
 def prefill(options: Options, weights, biases, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,24 +69,24 @@ def prefill(options: Options, weights, biases, x: Tensor, *tensors: Tensor | Non
     if torch.compiler.is_compiling():
         o, joint, *rest = _operator(*inputs, list(map(int, form)), *options[1:])
     else:
-        o, joint, *rest = _mixed_forward(*inputs, None, None, *options)
+        o, joint, *rest = _mixed_forward(*inputs, *options)
     _, k, v, *_ = form.parts(joint)
     if form.context:
         v = rest[0][..., : form.mean] if form.shared else torch.cat([rest[0][..., : form.mean], rest[1]], -1)
     return o, k, v
 
 
-_TENSORS = 13
+_TENSORS = 11
 
 
 class _MixedRead(torch.autograd.Function):
     """o, in eager calls; a compiled graph has the operators below."""
 
     @staticmethod
-    def forward(ctx, options, *tensors):
-        kept = _mixed_forward(*tensors, *options, differentiated=any(ctx.needs_input_grad))
+    def forward(ctx, options, bounds, *tensors):
+        kept = _mixed_forward(*tensors, *options, bounds=bounds, differentiated=any(ctx.needs_input_grad))
         ctx.save_for_backward(*tensors, *kept)
-        ctx.options = options
+        ctx.options, ctx.bounds = options, bounds
         return kept[0]
 
     @staticmethod
@@ -97,7 +97,8 @@ class _MixedRead(torch.autograd.Function):
                 'has backend="plain" is differentiable any number of times.'
             )
         saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
-        return None, *_of_inputs(_mixed_backward(grad, saved, *ctx.options), saved), *[None] * 4
+        gradients = _mixed_backward(grad, saved, *ctx.options, bounds=ctx.bounds)
+        return None, None, *_of_inputs(gradients, saved), None, None
 
 
 def _of_inputs(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -122,11 +123,11 @@ def _on_its_device(function: Callable) -> Callable:
 
 
 @_on_its_device
-def _mixed_forward(*inputs, differentiated: bool = False) -> list[Tensor]:
+def _mixed_forward(*inputs, bounds: Bounds | None = None, differentiated: bool = False) -> list[Tensor]:
     """o, and what the backward needs: the product, [v | e] and f where they are other tensors, where a free energy is
     read beta, the scheme and the flags, [mean | R] where o is another tensor, and the logarithms of attention's sums.
     """
-    x, weight, bias, value_scale, *ups, theta, cos, sin, first, end, form, scale, eps, start = inputs
+    x, weight, bias, value_scale, *ups, theta, cos, sin, form, scale, eps, start = inputs
     joint = F.linear(x, weight, bias)
     q, k, v, *gates = form.parts(joint)
     (batch, time), sizes, kept = q.shape[:2], sizes_of(form, *q.shape[:2]), [joint]
@@ -137,11 +138,10 @@ def _mixed_forward(*inputs, differentiated: bool = False) -> list[Tensor]:
         h = x[..., x.shape[2] - form.context :]
         both, f, beta, scheme = _launch_pack(v, h, value_scale, theta, start, form, sizes)
         kept += [both, f] if form.apart else [both]
-    if first is None:
+    if bounds is None:
         out, lse = fused_attention.kernel_attention(q, k, both, scale, form.causal, form.kernel)
     else:
-        inputs = q, k, both, scale, form.causal, first, end, differentiated
-        out, lse = bounded_attention.bounded_attention(*inputs)
+        out, lse = bounded_attention.bounded_attention(q, k, both, scale, form.causal, *bounds, differentiated)
     if not form.mixes:
         return [out, *kept, lse]
     gates = [out if gate is None else gate for gate in gates]  # which no kernel reads
@@ -152,7 +152,7 @@ def _mixed_forward(*inputs, differentiated: bool = False) -> list[Tensor]:
     )
     if not form.free:
         return [o, *kept, out, lse]
-    known = Known(q, k, f, lse, out, first, end, scheme, beta)
+    known = Known(q, k, f, lse, out, *(bounds or (None, None)), scheme, beta)
     settle(known, o, flags, gates, ups, o, scale, eps, form, sizes)
     return [o, *kept, beta, scheme, flags, out, lse]
 
@@ -166,11 +166,17 @@ def _free_values(form: Form, v: Tensor, both: Tensor, apart: Tensor | None) -> F
 
 @_on_its_device
 def _mixed_backward(
-    grad: Tensor, kept: Sequence[Tensor | None], form: Form, scale: float, eps: float, start: float
+    grad: Tensor,
+    kept: Sequence[Tensor | None],
+    form: Form,
+    scale: float,
+    eps: float,
+    start: float,
+    bounds: Bounds | None = None,
 ) -> list[Tensor | None]:
     """Gradients of x, weight, bias and W_v; of the second maps of slim gates, one behind the other, and of their
     biases; and of theta."""
-    x, weight, bias, value_scale, *ups, theta, cos, sin, first, end = kept[:_TENSORS]
+    x, weight, bias, value_scale, *ups, theta, cos, sin = kept[:_TENSORS]
     o, joint, *rest, lse = kept[_TENSORS:]
     d_joint = torch.empty_like(joint)
     q, k, v, *gates = form.parts(joint)
@@ -179,7 +185,7 @@ def _mixed_backward(
     f = _free_values(form, v, both, rest.pop(0) if form.apart else None)
     beta, scheme, flags, out = rest if form.free else (None, None, None, rest[0] if form.mixes else o)
     sizes, h = sizes_of(form, *q.shape[:2]), x[..., x.shape[2] - form.context :]
-    known = Known(q, k, f, lse, out, first, end, scheme, beta)
+    known = Known(q, k, f, lse, out, *(bounds or (None, None)), scheme, beta)
     doubtful = Doubt.of(q, beta, form, sizes) if form.free else None
 
     d_bias, d_theta = (None if y is None else torch.empty_like(y) for y in (bias, theta))
@@ -205,11 +211,11 @@ def _mixed_backward(
         d_out, d_ups = _through_gates(
             d_out, known, flags, doubtful, o, joint, gates, ups, d_gates, gate_parts, form, scale, eps, sizes
         )
-    if first is None:
+    if bounds is None:
         inputs = d_out, q, k, both, out, lse, scale, form.causal, form.kernel
         d_q, d_k, d_both = fused_attention.kernel_attention_backward(*inputs)
     else:
-        inputs = d_out, q, k, both, out, scale, form.causal, first, end
+        inputs = d_out, q, k, both, out, scale, form.causal, *bounds
         d_q, d_k, d_both = bounded_attention.bounded_attention_backward(*inputs)
     raised = theta_parts = d_eta = None
     if form.free:
@@ -310,13 +316,12 @@ _MIXED_INPUTS = (
     "Tensor? outer_up, Tensor? outer_bias, Tensor? theta, Tensor? cos, Tensor? sin"
 )
 _OPTIONS = "int[] form, float scale, float eps, float beta_start"
-_IN_GRAPHS = _TENSORS - 2  # which are neither bounded by documents nor by windows
 
 
 @operator(f"mixed_read({_MIXED_INPUTS}, {_OPTIONS}) -> Tensor[]", waits=False)
 def _operator(*inputs):
     *tensors, form, scale, eps, start = inputs
-    return _mixed_forward(*tensors, None, None, Form(*form), scale, eps, start)
+    return _mixed_forward(*tensors, Form(*form), scale, eps, start)
 
 
 @_operator.register_fake
@@ -339,8 +344,8 @@ def _(*inputs):
 @operator(f"mixed_read_backward(Tensor grad, {_MIXED_INPUTS}, Tensor[] kept, {_OPTIONS}) -> Tensor[]", waits=False)
 def _operator_backward(grad, *inputs):
     *tensors, kept, form, scale, eps, start = inputs
-    kept = *tensors, None, None, *kept
-    return [d for d in _mixed_backward(grad, kept, Form(*form), scale, eps, start) if d is not None]
+    gradients = _mixed_backward(grad, [*tensors, *kept], Form(*form), scale, eps, start)
+    return [d for d in gradients if d is not None]
 
 
 @_operator_backward.register_fake
@@ -352,13 +357,13 @@ def _(grad, *inputs):
 
 
 def _save(ctx, inputs, output):
-    ctx.options = inputs[_IN_GRAPHS:]
-    ctx.save_for_backward(*inputs[:_IN_GRAPHS], *output)
+    ctx.options = inputs[_TENSORS:]
+    ctx.save_for_backward(*inputs[:_TENSORS], *output)
 
 
 def _differentiate(ctx, grads):
     saved = ctx.saved_tensors  # read once, as above
-    inputs, kept = saved[:_IN_GRAPHS], saved[_IN_GRAPHS:]
+    inputs, kept = saved[:_TENSORS], saved[_TENSORS:]
     found = iter(_operator_backward(grads[0], *inputs, list(kept), *ctx.options))
     _, _, bias, scale, inner_up, inner_bias, outer_up, outer_bias, theta, *_ = inputs
     slim, biased = (inner_up, outer_up) != (None, None), (inner_bias, outer_bias) != (None, None)
