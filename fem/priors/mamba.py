@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
-from fem.ops.common.backend import by_kernels
 from fem.ops.common.precision import softplus, upcast, without_autocast
 from fem.ops.common.read import read_free, read_of, rounded
 from fem.ops.ssm.mix_channels import mix_channels
+from fem.ops.ssm.ssm_numbers import ssm_numbers
 from fem.ops.ssm.ssm_read import ssm_read, ssm_terms
 from fem.optim import mark_undecayed
 from fem.prior_table import ROWS
@@ -54,21 +54,9 @@ class SelectiveSSM(nn.Module):
         return [self.delta, self.b, self.c]
 
     def forward(self, features: Tensor | list[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
-        """Delta (B, T, H, d_v), A (H, d_v, N), B and C (B, T, N), D (H, d_v), and the logarithms of Delta, B and C.
-
-        Features far out make a softplus underflow to 0 in float32, while its logarithm is still exact.
-        """
+        """Delta (B, T, H, d_v), A (H, d_v, N), B and C (B, T, N), D (H, d_v), and the logarithms of Delta, B and C."""
         delta, b, c = mapped(self.maps(), features)
-        delta = delta.unflatten(-1, self.d.shape)
-        if delta.shape[1] == 1 and by_kernels(delta, b, c, self.a, self.d):
-            from fem.ops.ssm.ssm_token import ssm_numbers  # by Triton, which the library does not require
-
-            return ssm_numbers(delta, self.a, b, c, self.d)
-        logits = upcast(delta), upcast(torch.cat([b, c], -1))  # of which every launch is one for both
-        delta, both = numbers = [F.softplus(x) for x in logits]
-        log_delta, log_both = map(_log_softplus, logits, numbers)
-        a, d = F.softplus(upcast(self.a)), F.softplus(upcast(self.d))
-        return (delta, -a, *both.chunk(2, -1), d), (log_delta, *log_both.chunk(2, -1))
+        return ssm_numbers(delta.unflatten(-1, self.d.shape), self.a, b, c, self.d)
 
 
 class MambaPrior(Prior):
@@ -148,11 +136,6 @@ class InteractiveMambaPrior(Prior):
         pairs = torch.einsum("bthjk,bthki->bthjik", pairs, within).flatten(-2)
         values = v.permute(0, 2, 1, 3).flatten(2)
         return pairs, values[:, None, :, None].expand_as(pairs)
-
-
-def _log_softplus(x: Tensor, softplus: Tensor) -> Tensor:
-    """log softplus(x); below x = -30 that is x itself, to within 5e-14."""
-    return torch.where(x < -30, x, softplus.clamp(min=1e-14).log())
 
 
 def _inverse_softplus(y: Tensor) -> Tensor:

@@ -24,11 +24,11 @@ from fem.ops.softmax import one_query_kernels
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as of_softmax
 from fem.ops.softmax.fused import fused_attention as attention
-from fem.ops.ssm import mix_token, ssm_token
+from fem.ops.ssm import mix_token, ssm_kernels, ssm_numbers_kernels
 
 SM = int(os.environ.get("FAKE_SM", "90"))
 KERNELS = (of_softmax, doubt, of_conditioner, one_query_kernels, token_kernels, scan_kernels, feature_kernels)
-KERNELS += (linear_token, channel_kernels, ssm_token, mix_token, part_kernels, joined, row_maps)
+KERNELS += (linear_token, channel_kernels, ssm_kernels, ssm_numbers_kernels, mix_token, part_kernels, joined, row_maps)
 SHARED = {80: 163, 89: 99, 90: 227, 120: 99}  # KiB of shared memory that a program may ask for
 
 _loaded: list[tuple[str, bytes]] = []  # Triton's kernels, compiled

@@ -41,6 +41,7 @@ REGISTERS = {  # a head's values, of keys of 64
     "64": {"gate_rank": 8, "use_conv": True},
     "32 + 32": {"gate_rank": 8, "free_share": 0.5},
     "gla, 32": {"prior_type": "gla"},
+    "mamba, 51": {"prior_type": "mamba"},
 }
 
 

@@ -18,14 +18,13 @@ from fem.ops.common import precision, token_kernels
 from fem.ops.common.read import Terms
 from fem.ops.linear_attention import chunked, linear_token
 from fem.ops.linear_attention.linear_log_space import LinearInputs, linear_step
-from fem.ops.ssm import mix_channels, mix_token, ssm_read, ssm_token
-from fem.priors import linear_attention, mamba
+from fem.ops.ssm import mix_channels, mix_token, ssm_numbers, ssm_numbers_kernels
+from fem.priors import linear_attention
 
 torch.set_num_threads(1)
 KERNELS = {
     "linear_token": linear_token,
-    "ssm_token": ssm_token,
-    "ssm_numbers": ssm_token,
+    "numbers_by_kernels": ssm_numbers_kernels,
     "mix_token": mix_token,
     "rotated_token": token_kernels,
     "softplus": token_kernels,
@@ -51,7 +50,7 @@ CASES = {
 FEW = "one by one", "documents and masks", "small beta"
 
 
-def by_kernels(*given: torch.Tensor | None) -> bool:
+def by_kernels(*given: torch.Tensor | None, differentiable: bool = False) -> bool:
     return all(x is None or x.dtype == torch.float32 for x in given)
 
 
@@ -118,18 +117,31 @@ def of_16_bits() -> float:
 def of_numbers() -> float:
     """Logarithms of an SSM's numbers, of logits so low that softplus(.) itself is next to nothing, too."""
     logits, a = torch.linspace(-90, 30, 24).view(2, 1, 3, 4), torch.randn(3, 4, 5)
-    _, logs = ssm_token.ssm_numbers(logits, a, *torch.randn(2, 2, 1, 5), a[..., 0])
+    _, logs = ssm_numbers.ssm_numbers(logits, a, *torch.randn(2, 2, 1, 5), a[..., 0])
     return relative(logs[0], F.softplus(logits.double()).log())
 
 
+def gradient_of_numbers() -> float:
+    """Gradients of an SSM's logits, without some of the numbers and logarithms, beside PyTorch's own in float64."""
+    torch.manual_seed(0)
+    shapes = (2, 3, 2, 4), (2, 4, 5), (2, 3, 5), (2, 3, 5), (2, 4)
+    logits, found = [20 * torch.randn(shape) for shape in shapes], []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [x.to(dtype).requires_grad_() for x in logits]
+        numbers, logs = ssm_numbers.ssm_numbers(*leaves)
+        loss = sum((n + 1) * (x * x.detach().cos()).sum() for n, x in enumerate((*numbers[:2], numbers[4], *logs)))
+        found.append(torch.autograd.grad(loss, leaves))
+    return max(relative(*pair) for pair in zip(*found))
+
+
 if __name__ == "__main__":
-    for module in (chunked, ssm_read, mix_channels, mamba, linear_attention, precision):
+    for module in (chunked, ssm_numbers, mix_channels, linear_attention, precision):
         module.by_kernels = by_kernels
     for name, module in KERNELS.items():
         counted(module, name)
     errors, few = {}, sys.argv[1:] == ["few"]
     with torch.no_grad():
-        for name in (*KEYED, "ssm"):
+        for name in KEYED:
             cases = FEW if few or name == "gla" else CASES
             errors |= {f"{name}: {what}": error(name, **CASES[what]) for what in cases}
         families = {name: fields for name, fields in FAMILIES.items() if not name.startswith(("softmax", "rnn"))}
@@ -140,5 +152,6 @@ if __name__ == "__main__":
             errors[f"layer of {name}"] = of_layer(**fields)
     errors["one token: bfloat16"] = of_16_bits()
     errors["logarithms of an SSM's numbers"] = of_numbers()
+    errors["gradients of an SSM's numbers"] = gradient_of_numbers()
     assert set(taken) == KERNELS.keys()
     print(json.dumps(errors))

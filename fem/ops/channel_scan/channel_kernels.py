@@ -1,21 +1,7 @@
 """The channel scan on a card: one Triton kernel forward and one backward, token after token, in logarithms.
 
-    L_t = log(e^{L_{t-1} + a_t} + e^{x_t})        keep_t = e^{L_{t-1} + a_t - L_t}        own_t = e^{x_t - L_t}
-    mean_t = keep_t mean_{t-1} + own_t v_t        e^{beta F_t} = keep_t e^{beta F_{t-1}} + own_t e^{beta f_t}
-
-A share is at most 1 and the two sum to 1, so nothing overflows, nothing that counts is lost, and nothing has to be
-proven: no value is read on the host. With the sums over later tokens, from the last token to the first,
-
-    rho_t = d mean_t + keep_{t+1} rho_{t+1}        gamma_t = d F_t + keep_{t+1} e^{beta (F_t - F_{t+1})} gamma_{t+1}
-    w_t = d L_t + d a_{t+1}
-
-the gradients of a token are shares of them:
-
-    dv_t = own_t rho_t                             df_t = own_t e^{beta (f_t - F_t)} gamma_t
-    dx_t = own_t ((v_t - mean_t) rho_t + w_t) + own_t (e^{beta (f_t - F_t)} - 1) gamma_t / beta
-    da_t = keep_t ((mean_{t-1} - mean_t) rho_t + w_t) + keep_t (e^{beta (F_{t-1} - F_t)} - 1) gamma_t / beta
-
-A program has BLOCK channels of a row. Tensors are (B, T, C); v or f may have no channel.
+The equations are those of `merge_kernels`: a channel is a cell, and no value is read on the host. A program has BLOCK
+channels of a row. Tensors are (B, T, C); v or f may have no channel.
 """
 
 from __future__ import annotations
@@ -28,20 +14,22 @@ from torch import Tensor
 
 from fem.ops.common.backend import on
 from fem.ops.common.cells import by_prefixes
-from fem.ops.common.merge_kernels import LOG_ZERO, NO_WEIGHT, expm1, log1p, merged_energies, merged_means
+from fem.ops.common.merge_kernels import (
+    LOG_ZERO,
+    NO_WEIGHT,
+    fallen,
+    grown,
+    merged_energies,
+    merged_means,
+    through_energy,
+    through_mean,
+)
 from fem.ops.common.operator import again_differentiable, operator
 from fem.ops.common.precision import double
 from fem.ops.common.read import Terms
 
 BLOCK = 32  # channels of a program
 Rows = Float[Tensor, "b t c"]
-
-
-@triton.jit
-def share_apart(log_share, z):
-    """e^{log_share} (e^z - 1), for log_share <= 0 and log_share + z <= 0."""
-    share = tl.exp(log_share)
-    return tl.where(tl.abs(z) < 1.0, share * expm1(tl.minimum(z, 1.0)), tl.exp(log_share + z) - share)
 
 
 @triton.jit
@@ -64,7 +52,7 @@ def channel_kernel(
     HAS_A: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """L, mean and F after every token, of the memory before the first. The next token is loaded before this one is
-    used; L is kept in two numbers, as its rounding would be a drift of the shares."""
+    used."""
     row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = column < C
     start = row * C + column
@@ -86,19 +74,9 @@ def channel_kernel(
         )
         at = base + tl.maximum(t, 0).to(tl.int64) * C
         if HAS_A:
-            fallen = weight + fall
-            moved = fallen - weight
-            lost += (weight - (fallen - moved)) + (fall - moved)
-            weight = fallen
-        gain = (own - weight) - lost
-        heavier = gain > 0
-        rise = tl.where(heavier, 0.0, lost) + log1p(tl.exp(-tl.abs(gain)))
-        top = tl.where(heavier, own, weight)
-        weight = top + rise
-        moved = weight - top
-        lost = (top - (weight - moved)) + (rise - moved)
+            weight, lost = fallen(weight, lost, fall)
+        weight, lost, gain = grown(weight, lost, own)
         seen = weight > NO_WEIGHT
-        weight, lost = tl.where(seen, weight, LOG_ZERO), tl.where(seen, lost, 0.0)
         tl.store(weights + at, weight, live)
         if HAS_V:
             mean = tl.where(seen, merged_means(gain, mean, value), 0.0)
@@ -147,22 +125,16 @@ def channel_backward_kernel(
             mean_before += tl.load(first_mean + start, entered, other=0.0)
             rho += tl.load(d_means + at, live, other=0.0)
             tl.store(d_v + at, share * rho, live)
-            of_own += share * (value - mean) * rho
-            of_kept += keep * (mean_before - mean) * rho
-            rho *= keep
-            mean = mean_before
+            d_own, d_kept, rho = through_mean(share, keep, value, mean_before, mean, rho)
+            of_own, of_kept, mean = of_own + d_own, of_kept + d_kept, mean_before
         if HAS_F:
             free_before = tl.load(frees + at - C, earlier, other=0.0)
             free_before += tl.load(first_free + start, entered, other=0.0)
             gamma += tl.load(d_frees + at, live, other=0.0)
-            above, below = energy - free, free_before - free
-            part, rest = tl.exp(log_own + rate * above), tl.exp(log_keep + rate * below)
-            tl.store(d_f + at, part * gamma, live)
-            of_own += share_apart(log_own, rate * above) / rate * gamma
-            of_kept += share_apart(log_keep, rate * below) / rate * gamma
-            rate_sum += gamma * (part * above + rest * below) / rate
-            gamma *= rest
-            free = free_before
+            d_own, d_kept, tilt, part, gamma = through_energy(log_own, log_keep, energy, free_before, free, rate, gamma)
+            tl.store(d_f + at, part, live)
+            of_own, of_kept, free = of_own + d_own, of_kept + d_kept, free_before
+            rate_sum += tilt
         tl.store(d_x + at, of_own, live)
         if HAS_A:
             tl.store(d_a + at, of_kept, live)

@@ -1,7 +1,17 @@
 """What Triton kernels of scans share: how a cell's read is merged with a token, and how cells are read together.
 
-The equations are those of `read.merge` and `read.log_average`, in logarithms and exact at any magnitude. Cells lie
-along the first axis, channels along the second.
+The equations are those of `read.merge` and `read.log_average`, in logarithms and exact at any magnitude.
+
+    L' = log(e^{L + a} + e^x)        keep = e^{L + a - L'}        own = e^{x - L'}
+    mean' = keep mean + own v        e^{beta F'} = keep e^{beta F} + own e^{beta f}
+
+A share is at most 1 and the two sum to 1, so nothing overflows, nothing that counts is lost, and nothing has to be
+proven. With rho, gamma and w the gradients of mean', F' and L', those of a cell before the token, and of the token, are
+
+    d mean = keep rho                        dF = keep e^{beta (F - F')} gamma
+    dL = da = keep ((mean - mean') rho + w) + keep (e^{beta (F - F')} - 1) gamma / beta
+    dv = own rho                             df = own e^{beta (f - F')} gamma
+    dx = own ((v - mean') rho + w) + own (e^{beta (f - F')} - 1) gamma / beta
 """
 
 from __future__ import annotations
@@ -10,7 +20,7 @@ import triton
 import triton.language as tl
 
 from fem.ops.common import read
-from fem.ops.common.triton_math import exp_minus_1
+from fem.ops.common.triton_math import exp_minus_1, log_1_plus_share
 
 LOG_ZERO, NO_WEIGHT, NEAR = tl.constexpr(read.LOG_ZERO), tl.constexpr(read.NO_WEIGHT), tl.constexpr(30.0)
 NUMBERS = 1024  # of a program, 8 for each of 128 threads
@@ -33,7 +43,7 @@ def log1p(x):
 @triton.jit
 def log_add(one, other):
     """log(e^one + e^other)"""
-    return tl.maximum(one, other) + log1p(tl.exp(-tl.abs(one - other)))
+    return tl.maximum(one, other) + log_1_plus_share(tl.exp(-tl.abs(one - other)))
 
 
 @triton.jit
@@ -53,12 +63,58 @@ def merged_means(gain, one, other):
 @triton.jit
 def merged_energies(gain, one, other, rate):
     """(1 / rate) log((1 - share) e^{rate one} + share e^{rate other}), share = sigmoid(gain)."""
-    heavier, logit, odds = gain > 0.0, -tl.abs(gain), tl.exp(-tl.abs(gain))
+    heavier, odds = gain > 0.0, tl.exp(-tl.abs(gain))
     base, rest = tl.where(heavier, other, one), tl.where(heavier, one, other)
     lift = rate * (rest - base)
-    near = log1p(odds / (1.0 + odds) * expm1(tl.minimum(lift, NEAR)))
-    far = tl.maximum(logit + lift, 0.0) + log1p(tl.exp(-tl.abs(logit + lift))) - log1p(odds)
-    return base + tl.where(lift < NEAR, near, far) / rate
+    level = lift - tl.abs(gain)  # of the lighter one's energy beside the heavier one's
+    near = odds / (1.0 + odds) * expm1(tl.minimum(lift, NEAR))
+    log = log1p(tl.where(lift < NEAR, near, tl.exp(-tl.abs(level))))
+    return base + tl.where(lift < NEAR, log, log + tl.maximum(level, 0.0) - log_1_plus_share(odds)) / rate
+
+
+@triton.jit
+def fallen(weight, lost, fall):
+    """L + a, in two numbers."""
+    total = weight + fall
+    moved = total - weight
+    return total, lost + (weight - (total - moved)) + (fall - moved)
+
+
+@triton.jit
+def grown(weight, lost, own):
+    """log(e^L + e^x), and the logit of the share of x; L is kept in two numbers, as its rounding would be a drift of
+    the shares."""
+    gain = (own - weight) - lost
+    heavier = gain > 0.0
+    rise = tl.where(heavier, 0.0, lost) + log_1_plus_share(tl.exp(-tl.abs(gain)))
+    top = tl.where(heavier, own, weight)
+    total = top + rise
+    moved = total - top
+    lost = (top - (total - moved)) + (rise - moved)
+    seen = total > NO_WEIGHT
+    return tl.where(seen, total, LOG_ZERO), tl.where(seen, lost, 0.0), gain
+
+
+@triton.jit
+def share_apart(log_share, z):
+    """e^{log_share} (e^z - 1), for log_share <= 0 and log_share + z <= 0."""
+    share = tl.exp(log_share)
+    return tl.where(tl.abs(z) < 1.0, share * expm1(tl.minimum(z, 1.0)), tl.exp(log_share + z) - share)
+
+
+@triton.jit
+def through_mean(share, keep, value, before, after, rho):
+    """Of a cell's mean: what dx and da get of its gradient, and d mean before the token."""
+    return share * (value - after) * rho, keep * (before - after) * rho, keep * rho
+
+
+@triton.jit
+def through_energy(log_share, log_keep, value, before, after, rate, gamma):
+    """Of a cell's free energy: what dx, da and dbeta get of its gradient, df, and dF before the token."""
+    above, below = value - after, before - after
+    part, rest = tl.exp(log_share + rate * above) * gamma, tl.exp(log_keep + rate * below) * gamma
+    tilt, gamma = (part * above + rest * below) / rate, gamma / rate
+    return share_apart(log_share, rate * above) * gamma, share_apart(log_keep, rate * below) * gamma, tilt, part, rest
 
 
 @triton.jit
@@ -77,8 +133,8 @@ def log_average(log_p, y):
     top = tl.max(tl.where(seen, y, float("-inf")), 0)
     top = tl.where(top > float("-inf"), top, 0.0)
     z = tl.where(seen, y - top, 0.0)
-    near = log1p(tl.sum(tl.exp(log_p) * expm1(tl.maximum(z, -1.0)), 0))
-    terms = tl.where(seen, log_p + z, NO_WEIGHT)
-    peak = tl.max(terms, 0)
-    far = peak + tl.log(tl.sum(tl.exp(terms - peak), 0))
-    return top + tl.where(tl.min(z, 0) >= -1.0, near, far)
+    near, heights = tl.min(z, 0) >= -1.0, tl.where(seen, log_p + z, NO_WEIGHT)
+    peak = tl.max(heights, 0)
+    apart = tl.exp(log_p) * expm1(tl.maximum(z, -1.0))
+    total = tl.sum(tl.where(near, apart, tl.exp(heights - peak)), 0)
+    return top + tl.where(near, 0.0, peak) + log1p(tl.where(near, total, total - 1.0))

@@ -24,10 +24,11 @@ def dot(left, right, total):
 @triton.jit
 def exp_minus_1(z):
     """exp(z) - 1 for |z| <= 1, by its series, to float32's rounding."""
-    total = 1.0 + z * (1 / 11)
-    for n in tl.static_range(9):
-        total = 1.0 + z * total / (10 - n)
-    return z * total
+    total = 1 / 3628800 + z * (1 / 39916800)
+    total = 1 / 40320 + z * (1 / 362880 + z * total)
+    total = 1 / 720 + z * (1 / 5040 + z * total)
+    total = 1 / 24 + z * (1 / 120 + z * total)
+    return z * (1.0 + z * (1 / 2 + z * (1 / 6 + z * total)))
 
 
 @triton.jit
@@ -81,16 +82,21 @@ def softplus(a):
 
 
 @triton.jit
-def exact_softplus(a):
-    """log(1 + e^a) to float32's rounding, at any size, as log(1 + z) = 2 artanh(z / (2 + z)), z = e^{-|a|}."""
-    z = tl.exp(-tl.abs(a))
+def log_1_plus_share(z):
+    """log(1 + z) for 0 <= z <= 1 to float32's rounding, as 2 artanh(z / (2 + z))."""
     w = z / (2.0 + z)
     square = w * w
     series = 1 / 13 + square * (1 / 15)
     series = 1 / 9 + square * (1 / 11 + square * series)
     series = 1 / 5 + square * (1 / 7 + square * series)
     series = 1.0 + square * (1 / 3 + square * series)
-    return tl.maximum(a, 0.0) + 2.0 * w * series
+    return 2.0 * w * series
+
+
+@triton.jit
+def exact_softplus(a):
+    """log(1 + e^a) to float32's rounding, at any size."""
+    return tl.maximum(a, 0.0) + log_1_plus_share(tl.exp(-tl.abs(a)))
 
 
 @triton.jit

@@ -1,14 +1,16 @@
-"""A state space model token by token, in logarithms: what a scan reads, and one step or many of it."""
+"""A state space model token by token, in logarithms: its numbers, what a scan reads, and one step or many of it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.cells import by_prefixes, cell_step, read_over_cells
+from fem.ops.common.precision import upcast
 from fem.ops.common.read import LOG_ZERO, Terms, log
 
 
@@ -25,6 +27,20 @@ class SsmInputs(NamedTuple):
     a: Float[Tensor, "n d"]
     skip: Float[Tensor, " d"]
     beta: Float[Tensor, " df"]
+
+
+def plain_numbers(delta, a, b, c, d) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
+    """`ssm_numbers` by torch's own operations."""
+    logits = upcast(delta), upcast(torch.cat([b, c], -1))  # of which every launch is one for both
+    delta, both = numbers = [F.softplus(x) for x in logits]
+    log_delta, log_both = map(_log_softplus, logits, numbers)
+    a, d = F.softplus(upcast(a)), F.softplus(upcast(d))
+    return (delta, -a, *both.chunk(2, -1), d), (log_delta, *log_both.chunk(2, -1))
+
+
+def _log_softplus(x: Tensor, softplus: Tensor) -> Tensor:
+    """log softplus(x); below x = -30 that is x itself, to within 5e-14."""
+    return torch.where(x < -30, x, softplus.clamp(min=1e-14).log())
 
 
 def ssm_by_prefixes(memory: Terms, x: SsmInputs) -> tuple[Terms, Terms]:

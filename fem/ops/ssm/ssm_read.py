@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import by_kernels, found, scan_backend
+from fem.ops.common.backend import found, portable, scan_backend, transformed
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, log, read_free
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
-from fem.ops.common.slabs import STATELESS, SlabScan
+from fem.ops.common.slabs import SlabScan
 from fem.ops.common.sums import Sums, entering, leaving, looked_at, shift_for, suspect
 from fem.ops.common.tokens import Tokens, filled
 from fem.ops.ssm.ssm_log_space import SsmInputs, ssm_by_prefixes, ssm_step
@@ -71,28 +71,41 @@ def ssm_terms(delta, A, B, C, D, v, f, beta, logs, call: ScanCall) -> tuple[Term
     stateless = call.initial_state is None and not call.return_state
     logs = logs or (log(x.to(dtype)) for x in (delta, B, C))
     one_way = partial(_ssm_one_way, A.to(dtype), D.to(dtype), backend, stateless)
-    terms, state = call.both_ways(one_way, (delta, *logs, v, f), beta)
+    terms, state = call.both_ways(one_way, (delta, *logs, v, f), beta, widen=False)
     return terms, {name: part for name, part in state.items() if part.shape[-1]}
 
 
 def _ssm_one_way(A, D, backend, stateless, delta, log_delta, log_b, log_c, v, f, beta, tokens: Tokens, state, present):
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     heads, keep = v.shape[2], None if tokens.keep is None else tokens.keep.unsqueeze(-1)
-    delta, log_delta, v, f = (x.flatten(2).to(A.dtype) for x in (delta, log_delta, v, f))
-    log_b, log_c = log_b.to(A.dtype), log_c.to(A.dtype)
+    delta, log_delta, v, f = (x.flatten(2) for x in (delta, log_delta, v, f))
+    delta, log_delta, log_b, log_c = (x.to(A.dtype) for x in (delta, log_delta, log_b, log_c))
     if keep is not None:  # masked tokens weigh and decay nothing
         delta, v, f = torch.where(keep, delta, 0), filled(v, keep), filled(f, keep)
         log_delta, log_b, log_c = (torch.where(keep, x, -math.inf) for x in (log_delta, log_b, log_c))
-    a, skip = A.flatten(0, 1).T.contiguous(), D.flatten()
-    x = SsmInputs(delta, log_delta, log_b, log_c, tokens.start, v, f, a, skip, beta.to(v.dtype).flatten())
-    memory = memory_before(state, v, *((v.shape[0], len(a), part.shape[-1]) for part in (delta, v, f)))
-    terms, after = SSM_SCAN(memory, backend, x if present else _before(x), stateless and present)
+    a, skip, rate = A.flatten(0, 1).T, D.flatten(), beta.to(A.dtype).flatten()
+    x = SsmInputs(delta, log_delta, log_b, log_c, tokens.start, v, f, a, skip, rate)
+    terms, after = _scanned(x if present else _before(x), state, backend, stateless and present)
     if not present:
         terms = Terms(*(part[:, ::2] for part in terms))
     if keep is not None:  # a masked token does not even see itself through D
         terms = Terms(*(torch.where(keep, part, nothing) for part, nothing in zip(terms, (LOG_ZERO, 0, 0))))
     by_heads = lambda part: part.unflatten(-1, (heads, part.shape[-1] // heads))  # noqa: E731
     return Terms(*map(by_heads, terms)), {name: by_heads(part) for name, part in after._asdict().items()}
+
+
+def _scanned(x: SsmInputs, state, backend: str, stateless: bool) -> tuple[Terms, Terms]:
+    """What every token reads, and the memory after the last: by our kernels, or by sums, which mamba-ssm may make."""
+    shapes = [(len(x.v), len(x.a), part.shape[-1]) for part in (x.delta, x.v, x.f)]
+    memory = None if state is None else memory_before(state, x.delta, *shapes)
+    fused = x.delta.shape[1] == 1 and torch.compiler.is_compiling()  # by inductor, with what stands around it
+    otherwise = fused or (stateless and x.opens is None and found("mamba_ssm"))
+    if backend == "triton" and x.delta.numel() and not (otherwise or portable() or transformed(*x, *(memory or ()))):
+        from fem.ops.ssm.ssm_kernels import states_by_kernels  # by Triton, which the library does not require
+
+        return states_by_kernels(memory, x)
+    x = x._replace(a=x.a.contiguous(), v=x.v.to(x.delta.dtype), f=x.f.to(x.delta.dtype))
+    return SSM_SCAN(memory or memory_before(None, x.delta, *shapes), backend, x, stateless=True)
 
 
 def _before(x: SsmInputs) -> SsmInputs:
@@ -111,13 +124,7 @@ def _before(x: SsmInputs) -> SsmInputs:
 class _SsmScan(SlabScan):
     name, Inputs = "ssm_scan", SsmInputs
     exact = staticmethod(ssm_by_prefixes)
-
-    def step(self, memory, x):
-        if not by_kernels(*(part for part in x if part is not x.opens), *memory):
-            return ssm_step(memory, x)
-        from fem.ops.ssm.ssm_token import ssm_token  # by Triton, which the library does not require
-
-        return ssm_token(memory, x)
+    step = staticmethod(ssm_step)
 
     def size(self, x):
         return torch.sym_max(16, SLAB_STATES // torch.sym_max(1, x.delta.shape[0] * x.a.numel()))
@@ -133,7 +140,7 @@ class _SsmScan(SlabScan):
         own = Sums(x.v, energy, torch.ones_like(weight))
         rows, level = _with_skip(rows, shift.weight + most, own, x.skip)
 
-        goes_on = kernels != STATELESS  # else the last states, which mamba-ssm does not return, are read by nobody
+        goes_on = not kernels  # mamba-ssm does not return the last states, which nobody reads then
         suspicion = suspect(rows) | suspect(last) if goes_on else suspect(rows)
         suspected = looked_at(suspicion, x.f, x.beta, kernels)
         if suspected is None:
@@ -165,13 +172,10 @@ def _summed(kernels: int, x: SsmInputs, into: Tensor, out: Tensor, items: Sums, 
     """The sums of every token over its states, weighted `out`, and the last states, from the first."""
     widths = [part.shape[-1] for part in items]
     columns, state = torch.cat(items, -1), torch.cat(first, -1)
-    if kernels == STATELESS and x.opens is None and found("mamba_ssm"):
+    if kernels:
         rows, last = _by_mamba(columns, x.delta, x.a, into, out), state
     else:
-        scan = state_scan
-        if kernels:
-            from fem.ops.ssm.sequential import sequential_scan as scan  # by Triton, which the library does not require
-        rows, last = scan(x.delta, x.a, into, out, columns, x.opens, state)
+        rows, last = state_scan(x.delta, x.a, into, out, columns, x.opens, state)
     return Sums(*rows.split_with_sizes(widths, -1)), Sums(*last.split_with_sizes(widths, -1))
 
 

@@ -1,0 +1,419 @@
+"""The scan of a state space model on a card: one Triton kernel forward and one backward, token after token.
+
+The equations are those of `merge_kernels`. A state of a channel is a cell, which decays by delta a and into which a
+token enters with the log-weight log delta + log b. A row reads its cells with the weights c, and then itself once more
+through the skip. No value is read on the host.
+
+A program has BLOCK channels of a row, with all their states, which lie side by side: cells are (B, W, N), and so is a.
+The backward keeps the cells before every CHUNK-th token, and computes the others again. Other tensors are those of
+`SsmInputs`; v or f may have no channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fem.ops.common.backend import differentiated, on
+from fem.ops.common.merge_kernels import (
+    LOG_ZERO,
+    NO_WEIGHT,
+    fallen,
+    grown,
+    log_add,
+    log_average,
+    log_or_zero,
+    log_sum,
+    merged_energies,
+    merged_means,
+    share_apart,
+    through_energy,
+    through_mean,
+)
+from fem.ops.common.operator import again_differentiable, operator
+from fem.ops.common.precision import double
+from fem.ops.common.read import Terms
+from fem.ops.common.scan import memory_before
+from fem.ops.ssm.ssm_log_space import SsmInputs, ssm_by_prefixes
+
+CHUNK = 128  # tokens between cells that are kept
+CELLS, LEAST_BLOCK = (
+    128,
+    8,
+)  # cells of a warp, and a program's fewest channels: b and c have a gradient for each program
+
+
+@triton.jit
+def loaded(
+    delta, log_delta, log_b, log_c, v, f, token, W, channel, state, N: tl.constexpr, HAS_V: tl.constexpr,
+    HAS_F: tl.constexpr,
+):  # fmt: skip
+    """delta, log delta, v and f of the channels, log b and log c of the states; 0 of what is not there. Loops load a
+    token before they use it."""
+    live, exists, at = channel < W, state < N, token * W + channel
+    value = tl.zeros(channel.shape, tl.float32)
+    energy = value
+    if HAS_V:
+        value = tl.load(v + at, live, other=0.0).to(tl.float32)
+    if HAS_F:
+        energy = tl.load(f + at, live, other=0.0).to(tl.float32)
+    step, height = tl.load(delta + at, live, other=0.0), tl.load(log_delta + at, live, other=LOG_ZERO)
+    into = tl.load(log_b + token * N + state, exists, other=LOG_ZERO)
+    out = tl.load(log_c + token * N + state, exists, other=LOG_ZERO)
+    return step, height, value, energy, tl.maximum(into, LOG_ZERO), tl.maximum(out, LOG_ZERO)
+
+
+@triton.jit
+def cells_at(weight, mean, free, at, both, HAS_V: tl.constexpr, HAS_F: tl.constexpr):
+    """Cells from memory; 0 of what is not there."""
+    log_weight = tl.load(weight + at, both, other=LOG_ZERO)
+    value = tl.zeros(both.shape, tl.float32)
+    energy = value
+    if HAS_V:
+        value = tl.load(mean + at, both, other=0.0)
+    if HAS_F:
+        energy = tl.load(free + at, both, other=0.0)
+    return log_weight, value, energy
+
+
+@triton.jit
+def keep_cells(
+    to_weight, to_mean, to_free, at, both, weight, mean, free, HAS_V: tl.constexpr, HAS_F: tl.constexpr
+):  # fmt: skip
+    tl.store(to_weight + at, weight, both)
+    if HAS_V:
+        tl.store(to_mean + at, mean, both)
+    if HAS_F:
+        tl.store(to_free + at, free, both)
+
+
+@triton.jit
+def moved(step, height, into, a, opens, token, OPENS: tl.constexpr):
+    """What a token does to the log-weights of cells: how far they fall, LOG_ZERO where a document opens; its own."""
+    fall = step[:, None] * a
+    if OPENS:
+        fall = tl.where(tl.load(opens + token) != 0, LOG_ZERO, fall)
+    return fall, tl.maximum(height[:, None] + into[None], LOG_ZERO)
+
+
+@triton.jit
+def entered(weight, lost, mean, free, fall, x, value, energy, rate, HAS_V: tl.constexpr, HAS_F: tl.constexpr):
+    """The cells after a token."""
+    weight, lost = fallen(weight, lost, fall)
+    weight, lost, gain = grown(weight, lost, x)
+    seen = weight > NO_WEIGHT
+    if HAS_V:
+        mean = tl.where(seen, merged_means(gain, mean, value[:, None]), 0.0)
+    if HAS_F:
+        free = tl.where(seen, merged_energies(gain, free, energy[:, None], rate[:, None]), 0.0)
+    return weight, lost, mean, free
+
+
+@triton.jit
+def ssm_kernel(
+    delta, log_delta, log_b, log_c, opens, v, f, a, skip, beta, first_weight, first_mean, first_free,
+    weights, means, frees, last_weight, last_mean, last_free, kept_weight, kept_mean, kept_free, T, W,
+    N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr,
+    OPENS: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr,
+):  # fmt: skip
+    """What every token reads; the cells after the last, from the first ones, None of no token; where KEPT those before
+    every CHUNK-th token, (B, chunks, W, N)."""
+    row, channel = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    state, live = tl.arange(0, STATES), channel < W
+    both, cell = live[:, None] & (state < N)[None], channel[:, None] * N + state[None]
+    at, chunk = row * W * N + cell, row * tl.cdiv(T, CHUNK) * W * N + cell
+    lost = tl.zeros((BLOCK, STATES), tl.float32)
+    weight, mean, free = lost + LOG_ZERO, lost, lost
+    if first_weight is not None:
+        weight, mean, free = cells_at(first_weight, first_mean, first_free, at, both, HAS_V, HAS_F)
+    falls, own = tl.load(a + cell, both, other=0.0), log_or_zero(tl.load(skip + channel, live, other=0.0))
+    rate = own
+    if HAS_F:
+        rate = tl.load(beta + channel, live, other=1.0)
+    ahead = loaded(delta, log_delta, log_b, log_c, v, f, row * T, W, channel, state, N, HAS_V, HAS_F)
+    for t in range(T):
+        step, height, value, energy, into, out = ahead
+        token, following = row * T + t, row * T + tl.minimum(t + 1, T - 1)
+        ahead = loaded(delta, log_delta, log_b, log_c, v, f, following, W, channel, state, N, HAS_V, HAS_F)
+        if KEPT and t % CHUNK == 0:
+            keep_cells(kept_weight, kept_mean, kept_free, chunk, both, weight, mean, free, HAS_V, HAS_F)
+            chunk += W * N
+        fall, x = moved(step, height, into, falls, opens, token, OPENS)
+        weight, lost, mean, free = entered(weight, lost, mean, free, fall, x, value, energy, rate, HAS_V, HAS_F)
+        # The read over the cells, which lie along the first axis there, merged with the token itself.
+        before, log_p = log_sum(tl.trans(tl.maximum(weight + out[None], LOG_ZERO)))
+        total, gain, to = tl.maximum(log_add(before, own), LOG_ZERO), own - before, token * W + channel
+        seen = total > NO_WEIGHT
+        tl.store(weights + to, tl.where(seen, total, LOG_ZERO), live)
+        if HAS_V:
+            read = merged_means(gain, tl.sum(tl.exp(log_p) * tl.trans(mean), 0), value)
+            tl.store(means + to, tl.where(seen, read, 0.0), live)
+        if HAS_F:
+            read = log_average(log_p, tl.trans(rate[:, None] * free)) / rate
+            read = merged_energies(gain, read, energy, rate)
+            tl.store(frees + to, tl.where(seen, read, 0.0), live)
+    keep_cells(last_weight, last_mean, last_free, at, both, weight, mean, free, HAS_V, HAS_F)
+
+
+@triton.jit
+def read_at(
+    weights, means, frees, d_weights, d_means, d_frees, at, live, WEIGHED: tl.constexpr, HAS_V: tl.constexpr,
+    HAS_F: tl.constexpr,
+):  # fmt: skip
+    """What a token reads, and its gradients; 0 of what is not there."""
+    total = tl.load(weights + at, live, other=LOG_ZERO)
+    none = tl.zeros(at.shape, tl.float32)
+    d_total, mean, d_mean, free, d_free = none, none, none, none, none
+    if WEIGHED:
+        d_total = tl.load(d_weights + at, live, other=0.0)
+    if HAS_V:
+        mean, d_mean = tl.load(means + at, live, other=0.0), tl.load(d_means + at, live, other=0.0)
+    if HAS_F:
+        free, d_free = tl.load(frees + at, live, other=0.0), tl.load(d_frees + at, live, other=0.0)
+    return total, mean, free, d_total, d_mean, d_free
+
+
+@triton.jit
+def ssm_backward_kernel(
+    delta, log_delta, log_b, log_c, opens, v, f, a, skip, beta, weights, means, frees, kept_weight, kept_mean,
+    kept_free, old_weight, old_mean, old_free, d_weights, d_means, d_frees, d_last_weight, d_last_mean, d_last_free,
+    d_delta, d_log_delta, d_log_b, d_log_c, d_v, d_f, d_a, d_skip, d_beta, d_first_weight, d_first_mean, d_first_free,
+    T, W, TOKENS, N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    WEIGHED: tl.constexpr, STATED: tl.constexpr, OPENS: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr,
+):  # fmt: skip
+    """Gradients, from the last token to the first. Those of a, the skip and beta have a part for each row, those of b
+    and c one for each block of channels. The cells before the tokens of a chunk stand in old, (B, CHUNK, W, N)."""
+    row, channel = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    state, live = tl.arange(0, STATES), channel < W
+    exists, part = state < N, tl.program_id(0).to(tl.int64) * TOKENS
+    both, cell = live[:, None] & exists[None], channel[:, None] * N + state[None]
+    falls, through = tl.load(a + cell, both, other=0.0), tl.load(skip + channel, live, other=0.0)
+    own = log_or_zero(through)
+    rate = own
+    if HAS_F:
+        rate = tl.load(beta + channel, live, other=1.0)
+    none, alone = tl.zeros((BLOCK, STATES), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    w, rho, gamma, tilt, a_sum, skip_sum, own_tilt = none, none, none, none, none, alone, alone
+    if STATED:
+        at = row * W * N + cell
+        w = tl.load(d_last_weight + at, both, other=0.0)
+        if HAS_V:
+            rho = tl.load(d_last_mean + at, both, other=0.0)
+        if HAS_F:
+            gamma = tl.load(d_last_free + at, both, other=0.0)
+    chunks = tl.cdiv(T, CHUNK)
+    for k in range(chunks):
+        chunk = chunks - 1 - k
+        at, old = (row * chunks + chunk) * W * N + cell, row * CHUNK * W * N + cell
+        first, count = row * T + chunk * CHUNK, tl.minimum(T - chunk * CHUNK, CHUNK)
+        weight, mean, free = cells_at(kept_weight, kept_mean, kept_free, at, both, HAS_V, HAS_F)
+        lost = none
+        ahead = loaded(delta, log_delta, log_b, log_c, v, f, first, W, channel, state, N, HAS_V, HAS_F)
+        for j in range(count):
+            step, height, value, energy, into, out = ahead
+            following = first + tl.minimum(j + 1, count - 1)
+            ahead = loaded(delta, log_delta, log_b, log_c, v, f, following, W, channel, state, N, HAS_V, HAS_F)
+            keep_cells(old_weight, old_mean, old_free, old, both, weight, mean, free, HAS_V, HAS_F)
+            fall, x = moved(step, height, into, falls, opens, first + j, OPENS)
+            weight, lost, mean, free = entered(weight, lost, mean, free, fall, x, value, energy, rate, HAS_V, HAS_F)
+            old += W * N
+        tl.debug_barrier()
+        token = first + count - 1
+        old -= W * N
+        place = token * W + channel
+        ahead = loaded(delta, log_delta, log_b, log_c, v, f, token, W, channel, state, N, HAS_V, HAS_F)
+        earlier = cells_at(old_weight, old_mean, old_free, old, both, HAS_V, HAS_F)
+        read = read_at(weights, means, frees, d_weights, d_means, d_frees, place, live, WEIGHED, HAS_V, HAS_F)
+        for j in range(count):
+            token = first + count - 1 - j
+            place = token * W + channel
+            step, height, value, energy, into, out = ahead
+            weight_before, mean_before, free_before = earlier
+            total, mean_read, free_read, d_total, d_mean, d_free = read
+            following = tl.maximum(token - 1, first)
+            old -= W * N * tl.minimum(token - first, 1)
+            ahead = loaded(delta, log_delta, log_b, log_c, v, f, following, W, channel, state, N, HAS_V, HAS_F)
+            earlier = cells_at(old_weight, old_mean, old_free, old, both, HAS_V, HAS_F)
+            read = read_at(
+                weights, means, frees, d_weights, d_means, d_frees, following * W + channel, live, WEIGHED, HAS_V, HAS_F
+            )
+
+            # Through the read: of each cell, and of the token itself.
+            fall, x = moved(step, height, into, falls, opens, token, OPENS)
+            scores = tl.where((total > NO_WEIGHT)[:, None], weight + out[None] - total[:, None], LOG_ZERO)
+            log_p, log_own = tl.maximum(scores, LOG_ZERO), tl.where(total > NO_WEIGHT, own - total, LOG_ZERO)
+            p, p_own = tl.exp(log_p), tl.exp(log_own)
+            d_score, d_own, d_value, d_energy = p * d_total[:, None], p_own * d_total, alone, alone
+            if HAS_V:
+                d_score += p * (mean - mean_read[:, None]) * d_mean[:, None]
+                d_own += p_own * (value - mean_read) * d_mean
+                rho += p * d_mean[:, None]
+                d_value = p_own * d_mean
+            if HAS_F:
+                slope = d_free / rate
+                above, own_above = free - free_read[:, None], energy - free_read
+                q = tl.exp(log_p + rate[:, None] * above) * d_free[:, None]
+                d_energy = tl.exp(log_own + rate * own_above) * d_free
+                d_score += share_apart(log_p, rate[:, None] * above) * slope[:, None]
+                d_own += share_apart(log_own, rate * own_above) * slope
+                gamma += q
+                tilt += q * above / rate[:, None]
+                own_tilt += d_energy * own_above / rate
+            tl.store(d_log_c + (part + token) * N + state, tl.sum(d_score, 0), exists)
+            w += d_score
+            skip_sum += d_own
+
+            # Through the cells.
+            seen = weight > NO_WEIGHT
+            log_share = tl.where(seen, x - weight, LOG_ZERO)
+            log_keep = tl.where(seen & (weight_before > NO_WEIGHT), weight_before + fall - weight, LOG_ZERO)
+            share, keep = tl.exp(log_share), tl.exp(log_keep)
+            of_x, of_fall = w * share, w * keep
+            if HAS_V:
+                tl.store(d_v + place, d_value + tl.sum(share * rho, 1), live)
+                d_x, d_fall, rho = through_mean(share, keep, value[:, None], mean_before, mean, rho)
+                of_x, of_fall = of_x + d_x, of_fall + d_fall
+            if HAS_F:
+                d_x, d_fall, more, d_entering, gamma = through_energy(
+                    log_share, log_keep, energy[:, None], free_before, free, rate[:, None], gamma
+                )
+                tl.store(d_f + place, d_energy + tl.sum(d_entering, 1), live)
+                of_x, of_fall, tilt = of_x + d_x, of_fall + d_fall, tilt + more
+            tl.store(d_log_delta + place, tl.sum(of_x, 1), live)
+            tl.store(d_log_b + (part + token) * N + state, tl.sum(of_x, 0), exists)
+            tl.store(d_delta + place, tl.sum(of_fall * falls, 1), live)
+            a_sum += of_fall * step[:, None]
+            w, weight, mean, free = of_fall, weight_before, mean_before, free_before
+        tl.debug_barrier()  # the next chunk writes to the same place
+    if d_first_weight is not None:
+        keep_cells(d_first_weight, d_first_mean, d_first_free, row * W * N + cell, both, w, rho, gamma, HAS_V, HAS_F)
+    tl.store(d_a + row * W * N + cell, a_sum, both)
+    tl.store(d_skip + row * W + channel, skip_sum / tl.where(through > 0.0, through, 1.0), live)
+    if HAS_F:
+        tl.store(d_beta + row * W + channel, own_tilt + tl.sum(tilt, 1), live)
+
+
+def states_by_kernels(memory: Terms | None, x: SsmInputs) -> tuple[Terms, Terms]:
+    """What every token reads, (B, T, W), and the memory after the last, (B, N, W), in float32; None: of no token."""
+    cells = [None] * 3 if memory is None else [part.mT.contiguous() for part in memory]
+    inputs = *x._replace(a=x.a.T.contiguous()), *cells
+    out = _ssm_read(*inputs, CHUNK if differentiated(*inputs) else 0)
+    return Terms(*out[:3]), Terms(*(part.mT for part in out[3:6]))
+
+
+_INPUTS = ", ".join(f"Tensor{'?' * (name == 'opens')} {name}" for name in SsmInputs._fields)
+_INPUTS += "".join(f", Tensor? memory_{name}" for name in Terms._fields)
+_COUNT = len(SsmInputs._fields) + len(Terms._fields)
+
+
+def _results(inputs: Sequence[Tensor | None], chunk: int) -> list[Tensor]:
+    """What is read, the cells after the last token, and those before every chunk; v and f may have 16 bits."""
+    x = SsmInputs(*inputs[:-3])
+    parts, (batch, time), rank = (x.delta, x.v, x.f), x.delta.shape[:2], x.a.shape[1]
+    read = [x.delta.new_empty(part.shape) for part in parts]
+    after, borders = (
+        [x.delta.new_empty(batch, *count, part.shape[2], rank) for part in parts]
+        for count in ((), (triton.cdiv(time, chunk) if chunk else 0,))
+    )
+    return [*read, *after, *borders]
+
+
+def sizes_of(rank: int) -> dict[str, int]:
+    """What the kernels are built for, by the number of states."""
+    states = triton.next_power_of_2(rank)
+    block = max(LEAST_BLOCK, CELLS // states)
+    return {"N": rank, "STATES": states, "BLOCK": block, "num_warps": block * states // CELLS}
+
+
+def _launch(x: SsmInputs) -> tuple[tuple[int, int], dict]:
+    """The grid, and the sizes and flags of either kernel."""
+    (batch, time, width), sizes = x.delta.shape, sizes_of(x.a.shape[1])
+    flags = {"OPENS": x.opens is not None, "HAS_V": x.v.shape[2] > 0, "HAS_F": x.f.shape[2] > 0}
+    return (triton.cdiv(width, sizes["BLOCK"]), batch), {"T": time, "W": width} | sizes | flags
+
+
+def _given(inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The inputs as kernels read them."""
+    given = [None if x is None else x.contiguous() for x in inputs]
+    given[4] = None if given[4] is None else given[4].to(torch.int8)
+    return given
+
+
+@operator(f"ssm_read({_INPUTS}, int chunk) -> Tensor[]", waits=False)
+def _ssm_read(*arguments):
+    """chunk: of how many tokens; 0: no cells are kept. A graph has it, which may be stored and outlive this version."""
+    *inputs, chunk = arguments
+    out, (grid, sizes) = _results(inputs, chunk), _launch(SsmInputs(*inputs[:-3]))
+    with on(inputs[0].device):
+        ssm_kernel[grid](*_given(inputs), *out, **sizes, CHUNK=max(chunk, 1), KEPT=chunk > 0)
+    return out
+
+
+@_ssm_read.register_fake
+def _(*arguments):
+    return _results(arguments[:-1], arguments[-1])
+
+
+@operator(f"ssm_read_backward({_INPUTS}, int chunk, Tensor[] out, Tensor?[] grads) -> Tensor[]", waits=False)
+def _ssm_backward(*arguments):
+    """Gradients of all inputs but the marks of documents."""
+    *inputs, chunk, out, grads = arguments
+    x, memory, read, kept = SsmInputs(*inputs[:-3]), inputs[-3:], out[:3], out[6:]
+    weighed, stated = grads[0] is not None, any(d is not None for d in grads[3:])
+    used = weighed, True, True, stated, stated, stated
+    grads = [d if d is not None else torch.zeros_like(y) if use else None for d, y, use in zip(grads, out, used)]
+    (grid, sizes), (batch, time), new = _launch(x), x.delta.shape[:2], x.delta.new_empty
+    old = [new(batch, chunk, *part.shape[2:]) for part in kept]
+    parts = [new(grid[0], *part.shape) for part in (x.log_b, x.log_c)]
+    rows = [new(batch, *part.shape) for part in (x.a, x.skip, x.beta)]
+    delta, log_delta, v, f = (
+        torch.empty_like(part, memory_format=torch.contiguous_format) for part in (x.delta, x.log_delta, x.v, x.f)
+    )
+    before = [None if part is None else new(part.shape) for part in memory]
+    with on(x.delta.device):
+        ssm_backward_kernel[grid](
+            *_given(inputs)[:10], *read, *kept, *old, *(d if d is None else d.contiguous() for d in grads), delta,
+            log_delta, *parts, v, f, *rows, *before, TOKENS=batch * time, **sizes, CHUNK=chunk, WEIGHED=weighed,
+            STATED=stated,
+        )  # fmt: skip
+    found = delta, log_delta, *(part.sum(0) for part in parts), v, f, *(part.sum(0) for part in rows)
+    return [*found, *(part for part in before if part is not None)]
+
+
+@_ssm_backward.register_fake
+def _(*arguments):
+    return [x.new_empty(x.shape) for n, x in enumerate(arguments[:_COUNT]) if n != 4 and x is not None]
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.chunk = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grads):
+    saved = ctx.saved_tensors
+    inputs, out = saved[:_COUNT], saved[_COUNT:]
+    if torch.is_grad_enabled():
+        return *again_differentiable(_by_definition, inputs, grads[:6]), None
+    found = iter(_ssm_backward(*inputs, ctx.chunk, list(out), list(grads[:6])))
+    return *(None if n == 4 or x is None else next(found) for n, x in enumerate(inputs)), None
+
+
+def _by_definition(*inputs):
+    """In float64, whose digits second derivatives need."""
+    x = SsmInputs(*double(*(None if n == 4 else x for n, x in enumerate(inputs[:-3]))))
+    x, widths = x._replace(opens=inputs[4], a=x.a.T), (part.shape[2] for part in (x.delta, x.v, x.f))
+    if inputs[-3] is None:
+        memory = memory_before(None, x.beta, *((len(x.v), len(x.a), width) for width in widths))
+    else:
+        memory = Terms(*(part.mT for part in double(*inputs[-3:])))
+    read, after = ssm_by_prefixes(memory, x)
+    return [*read, *(part.mT for part in after)]
+
+
+_ssm_read.register_autograd(_differentiate, setup_context=_save)

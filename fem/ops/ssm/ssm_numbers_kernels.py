@@ -1,0 +1,111 @@
+"""The numbers of a state space model by one Triton launch, and their gradient by another, where PyTorch takes forty.
+
+    y = softplus(x)        dx = sigmoid(x) (dy + d(log y) / y)
+
+Below x = -30 log y is x itself, to within 5e-14.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fem.ops.common.backend import on
+from fem.ops.common.merge_kernels import NUMBERS
+from fem.ops.common.operator import again_differentiable
+from fem.ops.common.triton_math import exact_softplus
+from fem.ops.ssm.ssm_log_space import plain_numbers
+
+LEAST_LOGIT = tl.constexpr(-30.0)
+
+
+@triton.jit
+def positive(x, y, log_y, at, size, SIGN: tl.constexpr):
+    """SIGN softplus(x), and its logarithm where there is one to be written."""
+    logit = tl.load(x + at, at < size, other=0.0).to(tl.float32)
+    number = exact_softplus(logit)
+    tl.store(y + at, SIGN * number, at < size)
+    if log_y is not None:
+        tl.store(log_y + at, tl.where(logit < LEAST_LOGIT, logit, tl.log(tl.maximum(number, 1e-14))), at < size)
+
+
+@triton.jit
+def through_positive(x, d_y, d_log, d_x, at, size, SIGN: tl.constexpr):
+    """The gradient of x, from those that there are."""
+    logit = tl.load(x + at, at < size, other=0.0).to(tl.float32)
+    total = tl.zeros(at.shape, tl.float32)
+    if d_y is not None:
+        total += SIGN * tl.load(d_y + at, at < size, other=0.0) * tl.sigmoid(logit)
+    if d_log is not None:
+        slope = tl.where(logit < LEAST_LOGIT, 1.0, tl.sigmoid(logit) / tl.maximum(exact_softplus(logit), 1e-14))
+        total += tl.load(d_log + at, at < size, other=0.0) * slope
+    tl.store(d_x + at, total, at < size)
+
+
+@triton.jit
+def numbers_kernel(
+    delta, a, b, c, d, delta_out, a_out, b_out, c_out, d_out, log_delta, log_b, log_c, steps, rates, states, channels,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK numbers of each: Delta, A, B, C and D, and the logarithms of Delta, B and C."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    positive(delta, delta_out, log_delta, at, steps, 1.0)
+    positive(a, a_out, None, at, rates, -1.0)
+    positive(b, b_out, log_b, at, states, 1.0)
+    positive(c, c_out, log_c, at, states, 1.0)
+    positive(d, d_out, None, at, channels, 1.0)
+
+
+@triton.jit
+def numbers_backward_kernel(
+    delta, a, b, c, d, d_delta, d_a, d_b, d_c, d_d, d_log_delta, d_log_b, d_log_c, delta_out, a_out, b_out, c_out,
+    d_out, steps, rates, states, channels, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradients of BLOCK logits of each."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    through_positive(delta, d_delta, d_log_delta, delta_out, at, steps, 1.0)
+    through_positive(a, d_a, None, a_out, at, rates, -1.0)
+    through_positive(b, d_b, d_log_b, b_out, at, states, 1.0)
+    through_positive(c, d_c, d_log_c, c_out, at, states, 1.0)
+    through_positive(d, d_d, None, d_out, at, channels, 1.0)
+
+
+def numbers_by_kernels(*logits: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
+    """`ssm_numbers` in float32."""
+    found = _Numbers.apply(*logits)
+    return found[:5], found[5:]
+
+
+class _Numbers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *logits):
+        logits = [x.contiguous() for x in logits]
+        delta, _, b, c, _ = logits
+        found = [torch.empty_like(x, dtype=torch.float32) for x in (*logits, delta, b, c)]
+        _launch(numbers_kernel, logits, found)
+        ctx.save_for_backward(*logits)
+        ctx.set_materialize_grads(False)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        logits = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return tuple(again_differentiable(_flat_numbers, logits, grads))
+        found = [torch.empty_like(x) for x in logits]
+        _launch(numbers_backward_kernel, logits, [*(d if d is None else d.contiguous() for d in grads), *found])
+        return tuple(found)
+
+
+def _flat_numbers(*logits: Tensor) -> list[Tensor]:
+    numbers, logs = plain_numbers(*logits)
+    return [*numbers, *logs]
+
+
+def _launch(kernel, logits, others) -> None:
+    delta, a, b, _, d = logits
+    sizes = [x.numel() for x in (delta, a, b, d)]
+    with on(delta.device):
+        kernel[triton.cdiv(max(sizes), NUMBERS),](*logits, *others, *sizes, BLOCK=NUMBERS)
