@@ -15,7 +15,7 @@ import json
 from ahead_of_time import compiled
 from fem.ops.channel_scan import channel_kernels as channels
 from fem.ops.ssm import ssm_kernels as states
-flags = {"HAS_A": True, "HAS_V": True, "HAS_F": True, "KEPT": True, "OPENS": True, "WEIGHED": True, "STATED": True}
+flags = {"HAS_A": True, "HAS_V": True, "HAS_F": True, "KEPT": True}
 flags["CHUNK"] = states.CHUNK
 kernels = channels.channel_kernel, channels.channel_backward_kernel
 calls = [(f"{k.__name__}", k, flags | {"BLOCK": channels.BLOCK}, 1) for k in kernels]

@@ -41,10 +41,8 @@ from fem.ops.common.scan import memory_before
 from fem.ops.ssm.ssm_log_space import SsmInputs, ssm_by_prefixes
 
 CHUNK = 128  # tokens between cells that are kept
-CELLS, LEAST_BLOCK = (
-    128,
-    8,
-)  # cells of a warp, and a program's fewest channels: b and c have a gradient for each program
+CELLS = 128  # of a warp
+LEAST_BLOCK = 8  # channels of a program: b and c have a gradient for each
 
 
 @triton.jit
@@ -92,10 +90,10 @@ def keep_cells(
 
 
 @triton.jit
-def moved(step, height, into, a, opens, token, OPENS: tl.constexpr):
+def moved(step, height, into, a, opens, token):
     """What a token does to the log-weights of cells: how far they fall, LOG_ZERO where a document opens; its own."""
     fall = step[:, None] * a
-    if OPENS:
+    if opens is not None:
         fall = tl.where(tl.load(opens + token) != 0, LOG_ZERO, fall)
     return fall, tl.maximum(height[:, None] + into[None], LOG_ZERO)
 
@@ -118,7 +116,7 @@ def ssm_kernel(
     delta, log_delta, log_b, log_c, opens, v, f, a, skip, beta, first_weight, first_mean, first_free,
     weights, means, frees, last_weight, last_mean, last_free, kept_weight, kept_mean, kept_free, T, W,
     N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr,
-    OPENS: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr,
+    HAS_V: tl.constexpr, HAS_F: tl.constexpr,
 ):  # fmt: skip
     """What every token reads; the cells after the last, from the first ones, None of no token; where KEPT those before
     every CHUNK-th token, (B, chunks, W, N)."""
@@ -142,7 +140,7 @@ def ssm_kernel(
         if KEPT and t % CHUNK == 0:
             keep_cells(kept_weight, kept_mean, kept_free, chunk, both, weight, mean, free, HAS_V, HAS_F)
             chunk += W * N
-        fall, x = moved(step, height, into, falls, opens, token, OPENS)
+        fall, x = moved(step, height, into, falls, opens, token)
         weight, lost, mean, free = entered(weight, lost, mean, free, fall, x, value, energy, rate, HAS_V, HAS_F)
         # The read over the cells, which lie along the first axis there, merged with the token itself.
         before, log_p = log_sum(tl.trans(tl.maximum(weight + out[None], LOG_ZERO)))
@@ -161,14 +159,13 @@ def ssm_kernel(
 
 @triton.jit
 def read_at(
-    weights, means, frees, d_weights, d_means, d_frees, at, live, WEIGHED: tl.constexpr, HAS_V: tl.constexpr,
-    HAS_F: tl.constexpr,
+    weights, means, frees, d_weights, d_means, d_frees, at, live, HAS_V: tl.constexpr, HAS_F: tl.constexpr
 ):  # fmt: skip
     """What a token reads, and its gradients; 0 of what is not there."""
     total = tl.load(weights + at, live, other=LOG_ZERO)
     none = tl.zeros(at.shape, tl.float32)
     d_total, mean, d_mean, free, d_free = none, none, none, none, none
-    if WEIGHED:
+    if d_weights is not None:
         d_total = tl.load(d_weights + at, live, other=0.0)
     if HAS_V:
         mean, d_mean = tl.load(means + at, live, other=0.0), tl.load(d_means + at, live, other=0.0)
@@ -183,7 +180,7 @@ def ssm_backward_kernel(
     kept_free, old_weight, old_mean, old_free, d_weights, d_means, d_frees, d_last_weight, d_last_mean, d_last_free,
     d_delta, d_log_delta, d_log_b, d_log_c, d_v, d_f, d_a, d_skip, d_beta, d_first_weight, d_first_mean, d_first_free,
     T, W, TOKENS, N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    WEIGHED: tl.constexpr, STATED: tl.constexpr, OPENS: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr,
+    HAS_V: tl.constexpr, HAS_F: tl.constexpr,
 ):  # fmt: skip
     """Gradients, from the last token to the first. Those of a, the skip and beta have a part for each row, those of b
     and c one for each block of channels. The cells before the tokens of a chunk stand in old, (B, CHUNK, W, N)."""
@@ -198,7 +195,7 @@ def ssm_backward_kernel(
         rate = tl.load(beta + channel, live, other=1.0)
     none, alone = tl.zeros((BLOCK, STATES), tl.float32), tl.zeros((BLOCK,), tl.float32)
     w, rho, gamma, tilt, a_sum, skip_sum, own_tilt = none, none, none, none, none, alone, alone
-    if STATED:
+    if d_last_weight is not None:
         at = row * W * N + cell
         w = tl.load(d_last_weight + at, both, other=0.0)
         if HAS_V:
@@ -218,7 +215,7 @@ def ssm_backward_kernel(
             following = first + tl.minimum(j + 1, count - 1)
             ahead = loaded(delta, log_delta, log_b, log_c, v, f, following, W, channel, state, N, HAS_V, HAS_F)
             keep_cells(old_weight, old_mean, old_free, old, both, weight, mean, free, HAS_V, HAS_F)
-            fall, x = moved(step, height, into, falls, opens, first + j, OPENS)
+            fall, x = moved(step, height, into, falls, opens, first + j)
             weight, lost, mean, free = entered(weight, lost, mean, free, fall, x, value, energy, rate, HAS_V, HAS_F)
             old += W * N
         tl.debug_barrier()
@@ -227,7 +224,7 @@ def ssm_backward_kernel(
         place = token * W + channel
         ahead = loaded(delta, log_delta, log_b, log_c, v, f, token, W, channel, state, N, HAS_V, HAS_F)
         earlier = cells_at(old_weight, old_mean, old_free, old, both, HAS_V, HAS_F)
-        read = read_at(weights, means, frees, d_weights, d_means, d_frees, place, live, WEIGHED, HAS_V, HAS_F)
+        read = read_at(weights, means, frees, d_weights, d_means, d_frees, place, live, HAS_V, HAS_F)
         for j in range(count):
             token = first + count - 1 - j
             place = token * W + channel
@@ -239,11 +236,11 @@ def ssm_backward_kernel(
             ahead = loaded(delta, log_delta, log_b, log_c, v, f, following, W, channel, state, N, HAS_V, HAS_F)
             earlier = cells_at(old_weight, old_mean, old_free, old, both, HAS_V, HAS_F)
             read = read_at(
-                weights, means, frees, d_weights, d_means, d_frees, following * W + channel, live, WEIGHED, HAS_V, HAS_F
+                weights, means, frees, d_weights, d_means, d_frees, following * W + channel, live, HAS_V, HAS_F
             )
 
             # Through the read: of each cell, and of the token itself.
-            fall, x = moved(step, height, into, falls, opens, token, OPENS)
+            fall, x = moved(step, height, into, falls, opens, token)
             scores = tl.where((total > NO_WEIGHT)[:, None], weight + out[None] - total[:, None], LOG_ZERO)
             log_p, log_own = tl.maximum(scores, LOG_ZERO), tl.where(total > NO_WEIGHT, own - total, LOG_ZERO)
             p, p_own = tl.exp(log_p), tl.exp(log_own)
@@ -332,7 +329,7 @@ def sizes_of(rank: int) -> dict[str, int]:
 def _launch(x: SsmInputs) -> tuple[tuple[int, int], dict]:
     """The grid, and the sizes and flags of either kernel."""
     (batch, time, width), sizes = x.delta.shape, sizes_of(x.a.shape[1])
-    flags = {"OPENS": x.opens is not None, "HAS_V": x.v.shape[2] > 0, "HAS_F": x.f.shape[2] > 0}
+    flags = {"HAS_V": x.v.shape[2] > 0, "HAS_F": x.f.shape[2] > 0}
     return (triton.cdiv(width, sizes["BLOCK"]), batch), {"T": time, "W": width} | sizes | flags
 
 
@@ -363,9 +360,9 @@ def _ssm_backward(*arguments):
     """Gradients of all inputs but the marks of documents."""
     *inputs, chunk, out, grads = arguments
     x, memory, read, kept = SsmInputs(*inputs[:-3]), inputs[-3:], out[:3], out[6:]
-    weighed, stated = grads[0] is not None, any(d is not None for d in grads[3:])
-    used = weighed, True, True, stated, stated, stated
-    grads = [d if d is not None else torch.zeros_like(y) if use else None for d, y, use in zip(grads, out, used)]
+    stated = any(d is not None for d in grads[3:])
+    used = False, True, True, stated, stated, stated  # by the kernel, whether there is a gradient or not
+    grads = [torch.zeros_like(y) if d is None and use else d for d, y, use in zip(grads, out, used)]
     (grid, sizes), (batch, time), new = _launch(x), x.delta.shape[:2], x.delta.new_empty
     old = [new(batch, chunk, *part.shape[2:]) for part in kept]
     parts = [new(grid[0], *part.shape) for part in (x.log_b, x.log_c)]
@@ -377,8 +374,7 @@ def _ssm_backward(*arguments):
     with on(x.delta.device):
         ssm_backward_kernel[grid](
             *_given(inputs)[:10], *read, *kept, *old, *(d if d is None else d.contiguous() for d in grads), delta,
-            log_delta, *parts, v, f, *rows, *before, TOKENS=batch * time, **sizes, CHUNK=chunk, WEIGHED=weighed,
-            STATED=stated,
+            log_delta, *parts, v, f, *rows, *before, TOKENS=batch * time, **sizes, CHUNK=chunk,
         )  # fmt: skip
     found = delta, log_delta, *(part.sum(0) for part in parts), v, f, *(part.sum(0) for part in rows)
     return [*found, *(part for part in before if part is not None)]
