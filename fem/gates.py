@@ -114,7 +114,7 @@ class TwoLevelGate(nn.Module):
         return _Gated.apply(a, u, self.config.eps) if by_hand and a.dtype == u.dtype else self._gate(a).to(u.dtype) * u
 
     def _logits(self, features: Float[Tensor, "*t f"] | list[Tensor | None]) -> list[Float[Tensor, "*t h_d"] | None]:
-        if isinstance(features, list):  # of one token they are known (`fem.token_maps`)
+        if isinstance(features, list):  # they are known (`fem.joint_maps`)
             return features
         return [None if gate is None else gate(features) for gate in (self.inner, self.outer)]
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem import fused_layer, token_maps
+from fem import fused_layer, joint_maps
 from fem.call import Call, unknown_argument
 from fem.conditioner import TimeDecayConditioner
 from fem.config import FreeEnergyMixerConfig, build_config
@@ -81,7 +81,7 @@ class FreeEnergyMixer(FreeEnergyLayer):
         f, hidden = self.features(call.x, call.tokens, call.hidden)  # [x, h]                     Eq. 33
         found = fused_layer.mixed(self, call, f)  # the next two lines in few launches, where they can
         if found is None:
-            p, v, g = token_maps.columns(self, f) or (f, self.modulated(call.x, f), f)
+            p, v, g = joint_maps.columns(self, f) or (f, self.modulated(call.x, f), f)
             read = lambda v, beta, free: self.prior(p, v, beta, call.tokens, call.memory, free)  # noqa: E731  Eq. 4
             found = self.mixed(g, v, read)  # g ((1 - lambda) mean + lambda F)                               Eq. 7, 11
         o, memory = found
@@ -101,7 +101,7 @@ class FreeEnergyMixer(FreeEnergyLayer):
         skips, and its state before; the state after is returned.
         """
         f, hidden = self.features(x, tokens, hidden)
-        p, v, g = token_maps.columns(self, f) or (f, self.modulated(x, f), f)
+        p, v, g = joint_maps.columns(self, f) or (f, self.modulated(x, f), f)
         q, k = self.prior.queries_and_keys(p, position)
         o, _ = self.mixed(g, v, lambda *values: (attention(q, k, *values), None))
         return self.projected(o), hidden

@@ -52,7 +52,7 @@ class Projection(nn.Linear):
 
 
 def mapped(maps: Sequence[nn.Module], features: Tensor | list[Tensor]) -> list[Tensor]:
-    """What each map makes of the features; a list has it already, of one token (`fem.token_maps`)."""
+    """What each map makes of the features; a list has it already (`fem.joint_maps`)."""
     return features if isinstance(features, list) else [one(features) for one in maps]
 
 

@@ -56,7 +56,7 @@ class Prior(nn.Module, ABC):
         return self.widths(config).linear
 
     def maps(self) -> list[nn.Module]:
-        """The linear maps of the features, for which `read` may get what they made of one token (`fem.token_maps`)."""
+        """The linear maps of the features, for which `read` may get what they made of it (`fem.joint_maps`)."""
         return []
 
     @abstractmethod

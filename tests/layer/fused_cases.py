@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer, token_maps
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer, joint_maps
 from fem.ops.common import joined, part_kernels, row_maps
 from fem.ops.linear_attention import kernel_read
 from fem.ops.softmax.fused import doubt_kernels as doubt
@@ -352,7 +352,7 @@ def counted(monkeypatch) -> list[int]:
     """Let float32 layers on a CPU take the maps of a token, whose number in each launch is listed."""
     launches, maps = [], row_maps.row_maps
     fused_on_cpu.install(monkeypatch)
-    monkeypatch.setattr(token_maps, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(joint_maps, "DTYPES", (torch.float32,))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(row_maps, "row_maps", lambda *given: launches.append(len(given[0])) or maps(*given))
     return launches
@@ -370,6 +370,25 @@ def test_the_maps_of_one_token_are_one_launch(name, monkeypatch):
     assert (y - wanted).norm() < 2e-5 * wanted.norm()
 
 
+ROWS = TOKENS | {
+    "mamba, slim, conditioner": TOKENS["mamba"] | {"gate_rank": 17, "use_conv": True},
+    "mamba by its kernels": TOKENS["mamba"] | {"backend": "triton"},
+    "channels, split, no biases": TOKENS["rnn_decay"] | {"free_share": 0.5, "bias": False, "use_conv": True},
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_maps_of_a_row_are_one_product(name, monkeypatch):
+    layer, products, product = build(ROWS[name]), [], joint_maps._of_a_row
+    fused_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(fused_layer, "fits", lambda *call: False)
+    monkeypatch.setattr(joint_maps, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(joint_maps, "_of_a_row", lambda *given: products.append(1) or product(*given))
+    found = errors(layer, torch.randn(2, 9, 20))
+    assert max(found.values()) < 2e-5, found
+    assert len(products) == 1
+
+
 def hooked(layer):
     layer.value.register_forward_hook(lambda *inputs: None)
 
@@ -379,7 +398,7 @@ def adapted(layer):
 
 
 PLAIN = {"a hook": (hooked, 2, 1), "an adapter": (adapted, 2, 1), "rows": (lambda layer: None, 65, 1),
-         "tokens": (lambda layer: None, 2, 2), "float64": (lambda layer: layer.double(), 2, 1)}  # fmt: skip
+         "float64": (lambda layer: layer.double(), 2, 1)}  # fmt: skip
 
 
 @pytest.mark.parametrize("why", PLAIN)
@@ -387,14 +406,14 @@ def test_one_token_has_maps_of_its_own_only_where_they_are_plain(why, monkeypatc
     (change, rows, time), layer = PLAIN[why], build({})
     counted(monkeypatch)
     x = torch.randn(rows, time, 20)
-    assert token_maps.columns(layer, x[:2, :1]) is None  # under gradients
+    assert joint_maps.columns(layer, x[:2, :1]) is None  # under gradients
     with torch.no_grad():
-        assert token_maps.columns(layer, x[:2, :1]) is not None
+        assert joint_maps.columns(layer, x[:2, :1]) is not None
         with monkeypatch.context() as eager:
             eager.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-            assert token_maps.columns(layer, x[:2, :1]) is None
+            assert joint_maps.columns(layer, x[:2, :1]) is None
         change(layer)
-        assert token_maps.columns(layer, x.to(layer.output.weight.dtype)) is None
+        assert joint_maps.columns(layer, x.to(layer.output.weight.dtype)) is None
 
 
 class Nothing:

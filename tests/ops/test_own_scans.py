@@ -22,7 +22,7 @@ calls = [(f"{k.__name__}", k, flags | {"BLOCK": channels.BLOCK}, 1) for k in ker
 for rank in (16, 64):
     sizes, kernels = states.sizes_of(rank), (states.ssm_kernel, states.ssm_backward_kernel)
     calls += [(f"{k.__name__} of {rank} states", k, flags | sizes, sizes["num_warps"]) for k in kernels]
-found, numbers = {}, ("T", "C", "W", "TOKENS", "x_row", "x_token", "x_channel")
+found, numbers = {}, ("T", "C", "W", "TOKENS", "x_row", "x_token", "x_channel", "v_row", "f_row")
 for name, kernel, constants, warps in calls:
     pointers = set(kernel.arg_names) - {*numbers, *constants}
     types = {pointer: "*i8" if pointer == "opens" else "*fp32" for pointer in pointers}

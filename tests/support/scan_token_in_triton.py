@@ -128,7 +128,9 @@ def gradient_of_numbers() -> float:
     logits, found = [20 * torch.randn(shape) for shape in shapes], []
     for dtype in (torch.float32, torch.float64):
         leaves = [x.to(dtype).requires_grad_() for x in logits]
-        numbers, logs = ssm_numbers.ssm_numbers(*leaves)
+        columns = [F.pad(x.flatten(2), (0, 3))[..., :-3] for x in leaves[:1] + leaves[2:4]]  # as those of a product
+        delta = columns[0].unflatten(-1, leaves[0].shape[2:])
+        numbers, logs = ssm_numbers.ssm_numbers(delta, leaves[1], *columns[1:], leaves[4])
         loss = sum((n + 1) * (x * x.detach().cos()).sum() for n, x in enumerate((*numbers[:2], numbers[4], *logs)))
         found.append(torch.autograd.grad(loss, leaves))
     return max(relative(*pair) for pair in zip(*found))

@@ -8,6 +8,7 @@ import json
 
 import interpreted  # noqa: F401  (before any kernel)
 import torch
+import torch.nn.functional as F
 
 from fem import FreeEnergyMixerConfig
 from fem.gates import TwoLevelGate
@@ -111,7 +112,8 @@ def of_gates(fields: dict) -> float:
     leaves = [x.requires_grad_() for x in (*read, *gate.parameters()) if x is not None]
     logits = [None if part is None else part(x) for part in (gate.inner, gate.outer)]
     results = []
-    for o in (gated(gate._mixed, *read, *logits, split, config.eps), gate(x, read)):
+    columns = [None if x is None else F.pad(x, (1, 2))[..., 1:-2] for x in logits]  # as those of a product
+    for o in (gated(gate._mixed, *read, *columns, split, config.eps), gate(x, read)):
         loss = o.pow(3).sum() / 1e3
         known = [
             torch.autograd.grad(loss, leaves, create_graph=more, retain_graph=True, materialize_grads=True)

@@ -49,8 +49,8 @@ def channel_scan_read(
 def _channel_read(x, a, v, f, beta, *, call: ScanCall) -> Read | tuple[Read, dict[str, Tensor]]:
     """Of the d channels that v has, or f, or both."""
     backend = scan_backend(call.backend, v.device, compute_dtype(x, a, v, f), "triton")
-    widen = backend != "triton" or v.shape[1] > 1 or not call.causal  # one token's casts take more than its read
-    terms, state = call.both_ways(partial(_channel_one_way, backend=backend), (x, a, v, f), beta, widen)
+    one_way = partial(_channel_one_way, backend=backend)
+    terms, state = call.both_ways(one_way, (x, a, v, f), beta, widen=backend != "triton")  # kernels widen themselves
     state = {name: part for name, part in state.items() if part.shape[-1]}
     return call.result(terms, state, beta, v.dtype if v.shape[-1] else f.dtype, beta if beta.numel() else None)
 
@@ -69,7 +69,7 @@ def _channel_one_way(
 
         terms, after = channels_by_kernels(memory, *inputs)
     else:
-        terms, after = CHANNEL_SCAN(memory, backend, inputs)
+        terms, after = CHANNEL_SCAN(memory, backend, CHANNEL_SCAN._cast(inputs, upcast))
     by_heads = lambda part: part.unflatten(-1, (heads, part.shape[-1] // heads))  # noqa: E731
     return Terms(*map(by_heads, terms)), {name: by_heads(part.squeeze(1)) for name, part in after._asdict().items()}
 
@@ -86,7 +86,7 @@ def _weighed(x, a, v, f, tokens: Tokens, present: bool) -> tuple[Tensor, Tensor 
     if not present:  # each token comes one later, and so is never read by its own
         later = lambda part: torch.cat([part[:, :1], part[:, :-1]], 1)  # noqa: E731
         x, v, f = torch.cat([torch.full_like(x[:, :1], LOG_ZERO), x[:, :-1]], 1), later(v), later(f)
-        x = x if a is None else (x + a).clamp_min(LOG_ZERO)
+        x = x if a is None else (upcast(x) + a).clamp_min(LOG_ZERO)
     return x, a, v, f
 
 

@@ -122,6 +122,17 @@ class _Joined(torch.autograd.Function):
         return None, None, *found
 
 
+def tokens_apart(*given: Float[Tensor, "b t *d"] | None) -> int | None:
+    """Numbers from one token to the next, the same for all, as of columns of a product; None: they lie otherwise."""
+    found = set()
+    for x in given:
+        if x is not None:
+            whole = x.dim() > 2 and (x.numel() == 0 or x[0, 0].is_contiguous())
+            evenly = len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+            found.add(x.stride(1) if whole and evenly else None)
+    return found.pop() if len(found) == 1 else None
+
+
 def _copy(layout: Layout, given: Sequence[Tensor | None], weight, bias, cast: Sequence[Tensor], back: bool) -> None:
     """Launch `join_maps_kernel` on the weights, biases and others that are given."""
     count = layout.weights

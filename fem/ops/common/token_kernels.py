@@ -16,6 +16,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from fem.ops.common.backend import differentiated, on
+from fem.ops.common.joined import tokens_apart
 from fem.ops.common.operator import again_differentiable
 from fem.ops.common.triton_math import exact_softplus, gate, through_gate, turned
 
@@ -123,29 +124,34 @@ def gated(
 
     plain(mean, free, inner, outer): the same, differentiable any number of times.
     """
-    given = [None if x is None else x.contiguous() for x in (mean, free, inner, outer)]
-    if differentiated(*given):
-        return _Gated.apply(plain, split, eps, *given)
-    return launch_gate(*given, split, eps)
+    read, logits = [None if x is None else x.contiguous() for x in (mean, free)], [inner, outer]
+    if (apart := tokens_apart(inner, outer)) is None:
+        logits = [None if x is None else x.contiguous() for x in logits]
+    if differentiated(*read, *logits):
+        return _Gated.apply(plain, split, eps, apart, *read, *logits)
+    return launch_gate(*read, *logits, split, eps, rows_apart=(apart, None))
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plain, split, eps, *given):
-        ctx.plain, ctx.split, ctx.eps = plain, split, eps
+    def forward(ctx, plain, split, eps, apart, *given):
+        ctx.plain, ctx.split, ctx.eps, ctx.apart = plain, split, eps, apart
         ctx.save_for_backward(*given)
-        return launch_gate(*given, split, eps)
+        return launch_gate(*given, split, eps, rows_apart=(apart, None))
 
     @staticmethod
     def backward(ctx, grad):
         given = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return None, None, None, *again_differentiable(lambda *x: [ctx.plain(*x)], given, [grad])
+            return *[None] * 4, *again_differentiable(lambda *x: [ctx.plain(*x)], given, [grad])
         mean, free, inner, _ = given
         unread = free is not None and inner is None and not ctx.split
-        found = [None if x is None else torch.empty_like(x) for x in (None if unread else mean, *given[1:])]
-        launch_gate(*given, ctx.split, ctx.eps, grad.contiguous(), found)
-        return None, None, None, *found
+        found = [
+            None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+            for x in (None if unread else mean, *given[1:])
+        ]
+        launch_gate(*given, ctx.split, ctx.eps, grad.contiguous(), found, (ctx.apart, None))
+        return *[None] * 4, *found
 
 
 def launch_gate(

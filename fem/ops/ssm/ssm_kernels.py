@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fem.ops.common.backend import differentiated, on
+from fem.ops.common.joined import tokens_apart
 from fem.ops.common.merge_kernels import (
     LOG_ZERO,
     NO_WEIGHT,
@@ -47,7 +48,7 @@ LEAST_BLOCK = 8  # channels of a program: b and c have a gradient for each
 
 @triton.jit
 def loaded(
-    delta, log_delta, log_b, log_c, v, f, token, W, channel, state, N: tl.constexpr, HAS_V: tl.constexpr,
+    delta, log_delta, log_b, log_c, v, f, token, v_row, f_row, W, channel, state, N: tl.constexpr, HAS_V: tl.constexpr,
     HAS_F: tl.constexpr,
 ):  # fmt: skip
     """delta, log delta, v and f of the channels, log b and log c of the states; 0 of what is not there. Loops load a
@@ -56,9 +57,9 @@ def loaded(
     value = tl.zeros(channel.shape, tl.float32)
     energy = value
     if HAS_V:
-        value = tl.load(v + at, live, other=0.0).to(tl.float32)
+        value = tl.load(v + token * v_row + channel, live, other=0.0).to(tl.float32)
     if HAS_F:
-        energy = tl.load(f + at, live, other=0.0).to(tl.float32)
+        energy = tl.load(f + token * f_row + channel, live, other=0.0).to(tl.float32)
     step, height = tl.load(delta + at, live, other=0.0), tl.load(log_delta + at, live, other=LOG_ZERO)
     into = tl.load(log_b + token * N + state, exists, other=LOG_ZERO)
     out = tl.load(log_c + token * N + state, exists, other=LOG_ZERO)
@@ -114,7 +115,7 @@ def entered(weight, lost, mean, free, fall, x, value, energy, rate, HAS_V: tl.co
 @triton.jit
 def ssm_kernel(
     delta, log_delta, log_b, log_c, opens, v, f, a, skip, beta, first_weight, first_mean, first_free,
-    weights, means, frees, last_weight, last_mean, last_free, kept_weight, kept_mean, kept_free, T, W,
+    weights, means, frees, last_weight, last_mean, last_free, kept_weight, kept_mean, kept_free, T, W, v_row, f_row,
     N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr,
     HAS_V: tl.constexpr, HAS_F: tl.constexpr,
 ):  # fmt: skip
@@ -132,11 +133,13 @@ def ssm_kernel(
     rate = own
     if HAS_F:
         rate = tl.load(beta + channel, live, other=1.0)
-    ahead = loaded(delta, log_delta, log_b, log_c, v, f, row * T, W, channel, state, N, HAS_V, HAS_F)
+    ahead = loaded(delta, log_delta, log_b, log_c, v, f, row * T, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
     for t in range(T):
         step, height, value, energy, into, out = ahead
         token, following = row * T + t, row * T + tl.minimum(t + 1, T - 1)
-        ahead = loaded(delta, log_delta, log_b, log_c, v, f, following, W, channel, state, N, HAS_V, HAS_F)
+        ahead = loaded(
+            delta, log_delta, log_b, log_c, v, f, following, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
+        )
         if KEPT and t % CHUNK == 0:
             keep_cells(kept_weight, kept_mean, kept_free, chunk, both, weight, mean, free, HAS_V, HAS_F)
             chunk += W * N
@@ -179,7 +182,7 @@ def ssm_backward_kernel(
     delta, log_delta, log_b, log_c, opens, v, f, a, skip, beta, weights, means, frees, kept_weight, kept_mean,
     kept_free, old_weight, old_mean, old_free, d_weights, d_means, d_frees, d_last_weight, d_last_mean, d_last_free,
     d_delta, d_log_delta, d_log_b, d_log_c, d_v, d_f, d_a, d_skip, d_beta, d_first_weight, d_first_mean, d_first_free,
-    T, W, TOKENS, N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    T, W, v_row, f_row, TOKENS, N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     HAS_V: tl.constexpr, HAS_F: tl.constexpr,
 ):  # fmt: skip
     """Gradients, from the last token to the first. Those of a, the skip and beta have a part for each row, those of b
@@ -209,11 +212,13 @@ def ssm_backward_kernel(
         first, count = row * T + chunk * CHUNK, tl.minimum(T - chunk * CHUNK, CHUNK)
         weight, mean, free = cells_at(kept_weight, kept_mean, kept_free, at, both, HAS_V, HAS_F)
         lost = none
-        ahead = loaded(delta, log_delta, log_b, log_c, v, f, first, W, channel, state, N, HAS_V, HAS_F)
+        ahead = loaded(delta, log_delta, log_b, log_c, v, f, first, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
         for j in range(count):
             step, height, value, energy, into, out = ahead
             following = first + tl.minimum(j + 1, count - 1)
-            ahead = loaded(delta, log_delta, log_b, log_c, v, f, following, W, channel, state, N, HAS_V, HAS_F)
+            ahead = loaded(
+                delta, log_delta, log_b, log_c, v, f, following, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
+            )
             keep_cells(old_weight, old_mean, old_free, old, both, weight, mean, free, HAS_V, HAS_F)
             fall, x = moved(step, height, into, falls, opens, first + j)
             weight, lost, mean, free = entered(weight, lost, mean, free, fall, x, value, energy, rate, HAS_V, HAS_F)
@@ -222,7 +227,7 @@ def ssm_backward_kernel(
         token = first + count - 1
         old -= W * N
         place = token * W + channel
-        ahead = loaded(delta, log_delta, log_b, log_c, v, f, token, W, channel, state, N, HAS_V, HAS_F)
+        ahead = loaded(delta, log_delta, log_b, log_c, v, f, token, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
         earlier = cells_at(old_weight, old_mean, old_free, old, both, HAS_V, HAS_F)
         read = read_at(weights, means, frees, d_weights, d_means, d_frees, place, live, HAS_V, HAS_F)
         for j in range(count):
@@ -233,7 +238,9 @@ def ssm_backward_kernel(
             total, mean_read, free_read, d_total, d_mean, d_free = read
             following = tl.maximum(token - 1, first)
             old -= W * N * tl.minimum(token - first, 1)
-            ahead = loaded(delta, log_delta, log_b, log_c, v, f, following, W, channel, state, N, HAS_V, HAS_F)
+            ahead = loaded(
+                delta, log_delta, log_b, log_c, v, f, following, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
+            )
             earlier = cells_at(old_weight, old_mean, old_free, old, both, HAS_V, HAS_F)
             read = read_at(
                 weights, means, frees, d_weights, d_means, d_frees, following * W + channel, live, HAS_V, HAS_F
@@ -333,11 +340,17 @@ def _launch(x: SsmInputs) -> tuple[tuple[int, int], dict]:
     return (triton.cdiv(width, sizes["BLOCK"]), batch), {"T": time, "W": width} | sizes | flags
 
 
-def _given(inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The inputs as kernels read them."""
-    given = [None if x is None else x.contiguous() for x in inputs]
-    given[4] = None if given[4] is None else given[4].to(torch.int8)
-    return given
+def _given(inputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], dict[str, int]]:
+    """The inputs as kernels read them, and numbers from one token of v and of f to the next."""
+    given, rows = [], {}
+    for name, x in zip((*SsmInputs._fields, *Terms._fields), inputs):
+        if name in "vf" and (row := tokens_apart(x)) is not None:
+            rows[f"{name}_row"] = row
+        elif x is not None:
+            x = x.to(torch.int8) if name == "opens" else x.contiguous()
+            rows |= {f"{name}_row": x.shape[2]} if name in "vf" else {}
+        given.append(x)
+    return given, rows
 
 
 @operator(f"ssm_read({_INPUTS}, int chunk) -> Tensor[]", waits=False)
@@ -345,8 +358,9 @@ def _ssm_read(*arguments):
     """chunk: of how many tokens; 0: no cells are kept. A graph has it, which may be stored and outlive this version."""
     *inputs, chunk = arguments
     out, (grid, sizes) = _results(inputs, chunk), _launch(SsmInputs(*inputs[:-3]))
+    given, rows = _given(inputs)
     with on(inputs[0].device):
-        ssm_kernel[grid](*_given(inputs), *out, **sizes, CHUNK=max(chunk, 1), KEPT=chunk > 0)
+        ssm_kernel[grid](*given, *out, **sizes, **rows, CHUNK=max(chunk, 1), KEPT=chunk > 0)
     return out
 
 
@@ -366,17 +380,18 @@ def _ssm_backward(*arguments):
     (grid, sizes), (batch, time), new = _launch(x), x.delta.shape[:2], x.delta.new_empty
     old = [new(batch, chunk, *part.shape[2:]) for part in kept]
     parts = [new(grid[0], *part.shape) for part in (x.log_b, x.log_c)]
-    rows = [new(batch, *part.shape) for part in (x.a, x.skip, x.beta)]
+    shared = [new(batch, *part.shape) for part in (x.a, x.skip, x.beta)]
+    given, rows = _given(inputs)
     delta, log_delta, v, f = (
         torch.empty_like(part, memory_format=torch.contiguous_format) for part in (x.delta, x.log_delta, x.v, x.f)
     )
     before = [None if part is None else new(part.shape) for part in memory]
     with on(x.delta.device):
         ssm_backward_kernel[grid](
-            *_given(inputs)[:10], *read, *kept, *old, *(d if d is None else d.contiguous() for d in grads), delta,
-            log_delta, *parts, v, f, *rows, *before, TOKENS=batch * time, **sizes, CHUNK=chunk,
+            *given[:10], *read, *kept, *old, *(d if d is None else d.contiguous() for d in grads), delta,
+            log_delta, *parts, v, f, *shared, *before, TOKENS=batch * time, **sizes, **rows, CHUNK=chunk,
         )  # fmt: skip
-    found = delta, log_delta, *(part.sum(0) for part in parts), v, f, *(part.sum(0) for part in rows)
+    found = delta, log_delta, *(part.sum(0) for part in parts), v, f, *(part.sum(0) for part in shared)
     return [*found, *(part for part in before if part is not None)]
 
 

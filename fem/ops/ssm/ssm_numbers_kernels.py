@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fem.ops.common.backend import on
+from fem.ops.common.joined import tokens_apart
 from fem.ops.common.merge_kernels import NUMBERS
 from fem.ops.common.operator import again_differentiable
 from fem.ops.common.triton_math import exact_softplus
@@ -22,9 +23,15 @@ LEAST_LOGIT = tl.constexpr(-30.0)
 
 
 @triton.jit
-def positive(x, y, log_y, at, size, SIGN: tl.constexpr):
+def logits_at(x, at, size, width, row):
+    """The logits x of tokens of that width, which lie a row apart."""
+    return tl.load(x + at // width * row + at % width, at < size, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def positive(x, y, log_y, at, size, width, row, SIGN: tl.constexpr):
     """SIGN softplus(x), and its logarithm where there is one to be written."""
-    logit = tl.load(x + at, at < size, other=0.0).to(tl.float32)
+    logit = logits_at(x, at, size, width, row)
     number = exact_softplus(logit)
     tl.store(y + at, SIGN * number, at < size)
     if log_y is not None:
@@ -32,9 +39,9 @@ def positive(x, y, log_y, at, size, SIGN: tl.constexpr):
 
 
 @triton.jit
-def through_positive(x, d_y, d_log, d_x, at, size, SIGN: tl.constexpr):
+def through_positive(x, d_y, d_log, d_x, at, size, width, row, SIGN: tl.constexpr):
     """The gradient of x, from those that there are."""
-    logit = tl.load(x + at, at < size, other=0.0).to(tl.float32)
+    logit = logits_at(x, at, size, width, row)
     total = tl.zeros(at.shape, tl.float32)
     if d_y is not None:
         total += SIGN * tl.load(d_y + at, at < size, other=0.0) * tl.sigmoid(logit)
@@ -47,29 +54,29 @@ def through_positive(x, d_y, d_log, d_x, at, size, SIGN: tl.constexpr):
 @triton.jit
 def numbers_kernel(
     delta, a, b, c, d, delta_out, a_out, b_out, c_out, d_out, log_delta, log_b, log_c, steps, rates, states, channels,
-    BLOCK: tl.constexpr,
+    delta_row, b_row, c_row, N, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK numbers of each: Delta, A, B, C and D, and the logarithms of Delta, B and C."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    positive(delta, delta_out, log_delta, at, steps, 1.0)
-    positive(a, a_out, None, at, rates, -1.0)
-    positive(b, b_out, log_b, at, states, 1.0)
-    positive(c, c_out, log_c, at, states, 1.0)
-    positive(d, d_out, None, at, channels, 1.0)
+    positive(delta, delta_out, log_delta, at, steps, channels, delta_row, 1.0)
+    positive(a, a_out, None, at, rates, N, N, -1.0)
+    positive(b, b_out, log_b, at, states, N, b_row, 1.0)
+    positive(c, c_out, log_c, at, states, N, c_row, 1.0)
+    positive(d, d_out, None, at, channels, channels, channels, 1.0)
 
 
 @triton.jit
 def numbers_backward_kernel(
     delta, a, b, c, d, d_delta, d_a, d_b, d_c, d_d, d_log_delta, d_log_b, d_log_c, delta_out, a_out, b_out, c_out,
-    d_out, steps, rates, states, channels, BLOCK: tl.constexpr,
+    d_out, steps, rates, states, channels, delta_row, b_row, c_row, N, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BLOCK logits of each."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    through_positive(delta, d_delta, d_log_delta, delta_out, at, steps, 1.0)
-    through_positive(a, d_a, None, a_out, at, rates, -1.0)
-    through_positive(b, d_b, d_log_b, b_out, at, states, 1.0)
-    through_positive(c, d_c, d_log_c, c_out, at, states, 1.0)
-    through_positive(d, d_d, None, d_out, at, channels, 1.0)
+    through_positive(delta, d_delta, d_log_delta, delta_out, at, steps, channels, delta_row, 1.0)
+    through_positive(a, d_a, None, a_out, at, rates, N, N, -1.0)
+    through_positive(b, d_b, d_log_b, b_out, at, states, N, b_row, 1.0)
+    through_positive(c, d_c, d_log_c, c_out, at, states, N, c_row, 1.0)
+    through_positive(d, d_d, None, d_out, at, channels, channels, channels, 1.0)
 
 
 def numbers_by_kernels(*logits: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
@@ -81,9 +88,9 @@ def numbers_by_kernels(*logits: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tenso
 class _Numbers(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *logits):
-        logits = [x.contiguous() for x in logits]
+        logits = [x if tokens_apart(x) else x.contiguous() for x in logits]
         delta, _, b, c, _ = logits
-        found = [torch.empty_like(x, dtype=torch.float32) for x in (*logits, delta, b, c)]
+        found = [_like(x, torch.float32) for x in (*logits, delta, b, c)]
         _launch(numbers_kernel, logits, found)
         ctx.save_for_backward(*logits)
         ctx.set_materialize_grads(False)
@@ -94,7 +101,7 @@ class _Numbers(torch.autograd.Function):
         logits = ctx.saved_tensors
         if torch.is_grad_enabled():
             return tuple(again_differentiable(_flat_numbers, logits, grads))
-        found = [torch.empty_like(x) for x in logits]
+        found = [_like(x, x.dtype) for x in logits]
         _launch(numbers_backward_kernel, logits, [*(d if d is None else d.contiguous() for d in grads), *found])
         return tuple(found)
 
@@ -104,8 +111,12 @@ def _flat_numbers(*logits: Tensor) -> list[Tensor]:
     return [*numbers, *logs]
 
 
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def _launch(kernel, logits, others) -> None:
-    delta, a, b, _, d = logits
-    sizes = [x.numel() for x in (delta, a, b, d)]
+    delta, a, b, c, d = logits
+    sizes, rows = [x.numel() for x in (delta, a, b, d)], [x.stride(1) for x in (delta, b, c)]
     with on(delta.device):
-        kernel[triton.cdiv(max(sizes), NUMBERS),](*logits, *others, *sizes, BLOCK=NUMBERS)
+        kernel[triton.cdiv(max(sizes), NUMBERS),](*logits, *others, *sizes, *rows, a.shape[-1], BLOCK=NUMBERS)
