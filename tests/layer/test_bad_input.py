@@ -171,7 +171,7 @@ TABLE = [
     (config, {"n_kv_head": 3}, ValueError, "n_kv_head must divide n_head = 4, got 3"),
     (config, {"normalize": False}, ValueError, "normalize=False is for scan priors"),
     (config, {"conv_bidirectional": True}, ValueError, "needs causal=False"),
-    (config, CAUSES, ValueError, "must be even, got 9"),
+    (config, CAUSES, ValueError, "conv_bidirectional needs halves of conv_hidden, which is 9"),
     (config, {"dropout": 1.0}, ValueError, r"dropout must lie in \[0, 1\), got 1.0"),
     (config, {"eps": 1e-60}, ValueError, "eps must be positive, got 1e-60"),
     (config, {"rope_frequencies": [NAN] * 8}, ValueError, "each of rope_frequencies must be a finite number, got nan"),
@@ -188,10 +188,10 @@ TABLE = [
     (matched, {"fem_dim": 32}, ValueError, "^matched solves the widths; leave out fem_dim"),
     (FreeEnergyMixerConfig.paper, SIZES | MAMBA | {"fem_dim": 32}, ValueError, "^paper solves the widths; leave out"),
     *(
-        (config, {"keep_lambda": True} | fields, ValueError, "^keep_lambda=True needs use_lse=True, .* no free_share")
+        (config, {"keep_lambda": True} | fields, ValueError, "^keep_lambda needs use_lse=True, .* no free_share")
         for fields in ({}, NO_F, {"use_temperature": False, "free_share": 0.5})
     ),
-    (config, {"free_share": 0.05}, ValueError, r"free_share must give each head a whole channel of its 8, got 0\.05"),
+    (config, {"free_share": 0.05}, ValueError, "free_share needs a whole channel of each head's 8, got .*=0.05"),
     (config, NO_F | {"free_share": 0.5}, ValueError, "free_share needs use_lse=True"),
     (config, {"free_share": 0.5, "prior_type": "mamba_interactive"}, ValueError, "reads all channels of a head togeth"),
     (config, {"use_temperature": False, "lambda_init": -3.0}, ValueError, "lambda_init needs use_temperature=True"),
