@@ -10,8 +10,10 @@ from numbers import Integral, Real
 SMALLEST = 1.1754943508222875e-38  # the smallest normal float32; smaller numbers may be flushed to 0
 
 
-def positive_int(name: str, value, others: tuple = ()) -> int:
-    """The value as an int. Raises ValueError, which names the `others` that may stand in its place, such as 0."""
+def positive_int(name: str, value, others: tuple = ()) -> int | None:
+    """The value as an int. Raises ValueError, which names the `others` that may stand in its place: 0 or None."""
+    if value is None and None in others:
+        return None
     if isinstance(value, bool) or not isinstance(value, Integral) or value < (0 if 0 in others else 1):
         wanted = " or ".join(["a positive integer", *map(repr, others)])
         raise ValueError(f"{name} must be {wanted}, got {value!r}.")

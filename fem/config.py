@@ -11,13 +11,14 @@ from fem.prior_table import BACKENDS, known_priors
 
 AUTHORS_BACKENDS = {"auto": "auto", "naive": "plain", "flash": "sdpa", **{name: name for name in BACKENDS}}
 DECAYS = ("scalar", "head", "channel")
-CONDITIONERS = ("scaled", "paper", "authors")
+CONDITIONERS = ("scaled", "paper", "authors")  # conv_form: the paper has SiLU(z), the authors' file sqrt(H_c) z
 CONDITIONER_FIELDS = ("conv_hidden", "conv_form", "conv_norm_first", "conv_bidirectional")
 MLPS = ("narrowed", "kept")  # beside a mixer with more parameters than attention: to make up for them, or as it is
 
 WIDTHS = ("fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio")
-WHOLE = ("n_embd", "n_head", "ssm_rank")
-WHOLE_OR_NONE = ("fem_dim", "qk_dim", "n_kv_head", "window", "conv_hidden")
+# Fields that are positive integers, and what else they may be.
+WHOLE = dict.fromkeys(("n_embd", "n_head", "ssm_rank"), ()) | {"gate_rank": (None, 0)}
+WHOLE |= dict.fromkeys(("fem_dim", "qk_dim", "n_kv_head", "window", "conv_hidden"), (None,))
 # Heads from this width on get values in multiples of 8, where that moves the weights by this share at most.
 _WIDE_HEAD, _FOR_EIGHTS = 48, 0.04
 POSITIVE = ("fem_ratio", "p_t_to_fem_ratio", "eps", "rope_theta", "rope_factor", "value_logexp_cap")
@@ -52,33 +53,16 @@ def _name_unknown_fields(cls):
 @_name_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class FreeEnergyMixerConfig:
-    """Sizes, prior and switches of a `FreeEnergyMixer`.
+    """Sizes, prior and switches of a `FreeEnergyMixer`; what each field means stands beside it.
 
         o_t = W_O (g_t * ((1 - lambda_t) mean_t + lambda_t F_t))                        (Eq. 11)
 
-    n_embd: width D of the layer's input and output; n_head: heads H, a divisor of D.
-    fem_dim: width d of the value path over all heads, or None for fem_ratio * D; qk_dim: width of the queries and
-    of the keys over all heads, or None for p_t_to_fem_ratio * d / 2. Both round to whole heads (keys to even ones
-    under RoPE). `matched` solves them for the parameters of plain attention instead.
-    prior_type: a key of `fem.PRIORS`. n_kv_head and window belong to the softmax prior, decay to gla,
-    ssm_rank to mamba. normalize=False leaves the score of a scan prior unnormalised.
-    use_conv, use_lse, use_temperature, use_outer_gate: the paper's C, L, T, G. T needs L and switches it on; L without
-    T reads F alone, at beta 1, or with keep_lambda=True mixes mean and F there by lambda, as the authors' file does.
-    gate_rank: lambda and g come from full maps D x d (None, the paper's), from two maps D x r and r x d (r), or are
-    one number per head (0). A slim gate leaves `matched` more width for the values.
-    beta_max_init: beta starts at softplus(beta_max_init); lambda_init: bias of the lambda projection at the start.
-    rope_theta: rotary plane j turns by theta^(-2 j / d_k) a position; rope_frequencies: by these instead, one for each
-    of the d_k / 2 planes; rope_factor: what rotated queries and keys are multiplied by. Scaled angles need the two
-    (`FEMConfig.rope_parameters` fills them in).
-    free_share: None: every channel reads mean and F and mixes them by lambda (the paper's). 0 < free_share <= 1: split
-    values; that share of each head's channels, the last ones, reads F, the others read the mean, and there is no
+    `matched` solves the widths for the parameters of plain attention. Otherwise they round to whole heads, those of the
+    keys to even ones under RoPE. use_temperature needs use_lse and switches it on; use_lse without it reads F alone, at
+    beta 1, or with keep_lambda=True mixes mean and F there by lambda, as the authors' file does.
+    free_share=None: every channel reads mean and F and mixes them by lambda, as in the paper. A share splits the
+    values: that share of each head's channels, the last ones, reads F, the others read the mean, and there is no
     lambda. It is rounded to whole channels; a share that rounds to none is refused.
-    value_logexp_cap: clip |beta v| in the log-sum-exp branch (None: exact, no clip).
-    conv_hidden: width H_c of the conditioner (None: d / 16, at least 8, and from 16 on a multiple of 8).
-    conv_form: what multiplies the conditioner's normalised state, by z of unit length: SiLU(sqrt(H_c) z) ("scaled"),
-    SiLU(z) as in the paper ("paper"), or sqrt(H_c) z as in the authors' file ("authors").
-    backend: which implementation reads ("auto", "plain", "sdpa", "triton", "reference").
-    softmax_backend and mamba_normalize are the authors' names of backend and normalize.
     After construction widths, backend and normalize hold what they resolved to, which `dataclasses.replace` keeps: with
     another n_embd or ratio, reset fem_dim, qk_dim and conv_hidden to None.
 
@@ -86,43 +70,43 @@ class FreeEnergyMixerConfig:
     does not read.
     """
 
-    n_embd: int
-    n_head: int
-    fem_dim: int | None = None
+    n_embd: int  # width D of the layer's input and output
+    n_head: int  # heads H, a divisor of D
+    fem_dim: int | None = None  # width d of the values over all heads; None: fem_ratio * D
     fem_ratio: float = 0.5
-    qk_dim: int | None = None
+    qk_dim: int | None = None  # width of the queries and of the keys over all heads; None: p_t_to_fem_ratio * d / 2
     p_t_to_fem_ratio: float = 4.0
-    prior_type: str = "softmax"
-    n_kv_head: int | None = None
-    window: int | None = None
-    decay: str = "head"
-    ssm_rank: int = 16
-    normalize: bool | None = None
-    mamba_normalize: bool = True
+    prior_type: str = "softmax"  # a key of `fem.PRIORS`
+    n_kv_head: int | None = None  # of softmax: heads of keys and values; None: n_head
+    window: int | None = None  # of softmax: a row sees its last `window` tokens; None: all
+    decay: str = "head"  # of gla: one decay for the layer ("scalar"), a "head" or a key "channel"
+    ssm_rank: int = 16  # of mamba: states per channel
+    normalize: bool | None = None  # False: the score of a scan prior stays unnormalised; None: mamba_normalize
+    mamba_normalize: bool = True  # the authors' name of normalize
     causal: bool = True
     bias: bool = True
     dropout: float = 0.0
     eps: float = 1e-6
-    use_temperature: bool = True
-    use_lse: bool = True
-    use_outer_gate: bool = True
+    use_temperature: bool = True  # T: beta is learnt per channel, lambda per token
+    use_lse: bool = True  # L: read the free energy
+    use_outer_gate: bool = True  # G
     keep_lambda: bool = False
-    gate_rank: int | None = None
-    beta_max_init: float = 1.8
-    lambda_init: float = 0.0
-    value_logexp_cap: float | None = None
+    gate_rank: int | None = None  # of lambda's and g's maps; None: full D x d, as in the paper; 0: one number a head
+    beta_max_init: float = 1.8  # beta starts at softplus of it
+    lambda_init: float = 0.0  # the bias of lambda's map at the start
+    value_logexp_cap: float | None = None  # clips |beta v| in the free energy; None: exact, no clip
     free_share: float | None = None
     use_rope: bool = True
-    rope_theta: float = 10000.0
-    rope_frequencies: tuple[float, ...] | None = None
-    rope_factor: float = 1.0
-    use_conv: bool = True
-    conv_hidden: int | None = None
-    conv_form: str = "scaled"
+    rope_theta: float = 10000.0  # rotary plane j turns by theta^(-2 j / d_k) a position
+    rope_frequencies: tuple[float, ...] | None = None  # by these instead, one for each of the d_k / 2 planes
+    rope_factor: float = 1.0  # multiplies rotated queries and keys
+    use_conv: bool = True  # C: the conditioner
+    conv_hidden: int | None = None  # its width H_c; None: d / 16, at least 8, and from 16 on a multiple of 8
+    conv_form: str = "scaled"  # multiplies its state, by z of unit length: SiLU(sqrt(H_c) z), or as CONDITIONERS says
     conv_norm_first: bool = True
     conv_bidirectional: bool = False
-    backend: str | None = None
-    softmax_backend: str = "auto"
+    backend: str | None = None  # which implementation reads, of BACKENDS; None: softmax_backend
+    softmax_backend: str = "auto"  # the authors' name of backend
 
     def __post_init__(self):
         self._check_choices()
@@ -135,12 +119,8 @@ class FreeEnergyMixerConfig:
             object.__setattr__(self, name, value)
 
     def _check_choices(self):
-        for name in WHOLE + WHOLE_OR_NONE:
-            value = getattr(self, name)
-            if value is not None or name in WHOLE:
-                self._set(**{name: positive_int(name, value)})
-        if self.gate_rank is not None:
-            self._set(gate_rank=positive_int("gate_rank", self.gate_rank, (None, 0)))
+        for name, others in WHOLE.items():
+            self._set(**{name: positive_int(name, getattr(self, name), others)})
         for name, default in _DEFAULTS.items():
             if isinstance(default, bool) and not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
@@ -159,28 +139,16 @@ class FreeEnergyMixerConfig:
             value = getattr(self, name)
             if not (value is None and name == "backend") and not (isinstance(value, str) and value in known):
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}.")
-        if self.causal and self.conv_bidirectional:
-            raise ValueError("conv_bidirectional=True lets the future in; it needs causal=False, got causal=True.")
 
     def _resolve_aliases(self):
-        if self.backend is not None and self.softmax_backend != "auto":
-            raise ValueError(
-                f"softmax_backend is the authors' name of backend: give one, got backend={self.backend!r} "
-                f"and softmax_backend={self.softmax_backend!r}."
-            )
-        if self.normalize is True and not self.mamba_normalize:
-            raise ValueError(
-                "mamba_normalize is the authors' name of normalize: give one, or both alike in dataclasses.replace, "
-                "which keeps the other; got normalize=True and mamba_normalize=False."
-            )
+        for name, alias, usual in (("backend", "softmax_backend", "auto"), ("normalize", "mamba_normalize", True)):
+            value, other = getattr(self, name), getattr(self, alias)
+            if value and other != usual:
+                got = f"{name}={value!r} and {alias}={other!r}"
+                raise ValueError(f"{alias} is the authors' name of {name}: give one, in replace both alike; got {got}.")
         normalize = self.mamba_normalize if self.normalize is None else self.normalize
-        self._set(
-            backend=AUTHORS_BACKENDS[self.backend or self.softmax_backend],
-            softmax_backend="auto",
-            normalize=normalize,
-            mamba_normalize=normalize,
-            use_lse=self.use_lse or self.use_temperature,
-        )
+        self._set(backend=AUTHORS_BACKENDS[self.backend or self.softmax_backend], softmax_backend="auto")
+        self._set(normalize=normalize, mamba_normalize=normalize, use_lse=self.use_lse or self.use_temperature)
 
     def _resolve_widths(self):
         if self.fem_dim is None:
@@ -196,10 +164,6 @@ class FreeEnergyMixerConfig:
             if width >= 16:  # a map of [x, h] has rows of D + H_c numbers, which tensor cores want in eights
                 width = _nearest_multiple(width, 8)
             self._set(conv_hidden=width + width % 2 if self.conv_bidirectional else width)
-        if self.conv_bidirectional and self.conv_hidden % 2:
-            raise ValueError(
-                f"conv_bidirectional splits conv_hidden in halves; it must be even, got {self.conv_hidden}."
-            )
 
     def _check_prior(self):
         if self.n_kv_head is not None and self.n_head % self.n_kv_head:
@@ -211,61 +175,51 @@ class FreeEnergyMixerConfig:
                 raise ValueError(f"rope_frequencies must be a list of numbers, got {self.rope_frequencies!r}.")
             numbers = (finite_number("each of rope_frequencies", f, -math.inf, math.inf) for f in self.rope_frequencies)
             self._set(rope_frequencies=tuple(numbers))
-            planes = self.key_width / 2
-            if not self.use_rope or len(self.rope_frequencies) != planes:
-                wanted = f"one number for each of the {planes:g} planes of a head" if self.use_rope else "use_rope=True"
+            if 2 * len(self.rope_frequencies) != self.key_width:
+                wanted = f"one number for each of the {self.key_width / 2:g} planes of a head"
                 raise ValueError(f"rope_frequencies needs {wanted}, got {len(self.rope_frequencies)} numbers.")
-        if self.keep_lambda and (self.use_temperature or not self.use_lse or self.free_share is not None):
-            raise ValueError(
-                "keep_lambda=True needs use_lse=True, use_temperature=False and no free_share, got "
-                f"use_lse={self.use_lse}, use_temperature={self.use_temperature} and free_share={self.free_share}."
-            )
+        priors = known_priors()
+        pairs = "a prior that reads every channel on its own; this one reads all channels of a head together,"
+        keeps = self.use_lse and not self.use_temperature and self.free_share is None
+        needs = [
+            ("conv_bidirectional", not self.causal, "causal=False, as it lets the future in"),
+            ("conv_bidirectional", self.conv_hidden % 2 == 0, f"halves of conv_hidden, which is {self.conv_hidden}"),
+            ("rope_frequencies", self.use_rope, "use_rope=True"),
+            ("keep_lambda", keeps, "use_lse=True, use_temperature=False and no free_share"),
+            ("free_share", self.free_width > 0, f"a whole channel of each head's {self.value_width}"),
+        ]
         for name in ("free_share", "value_logexp_cap"):
-            value = getattr(self, name)
-            if value is not None and not self.use_lse:
-                raise ValueError(f"{name} needs use_lse=True, got {name}={value!r} with use_lse=False; leave it out.")
-            if value is not None and not known_priors()[self.prior_type].takes_pairs:
-                raise ValueError(
-                    f"{name} needs a prior that reads every channel on its own, got {name}={value!r} "
-                    f"with {self.prior_type!r}, which reads all channels of a head together; leave it out."
-                )
-        if self.free_width == 0:
-            raise ValueError(
-                f"free_share must give each head a whole channel of its {self.value_width}, "
-                f"got {self.free_share!r}, which rounds to none."
-            )
-        for name, readers in _readers().items():
-            value = getattr(self, name)
-            if self.prior_type not in readers and value != _DEFAULTS[name]:
-                raise ValueError(
-                    f"{name} needs prior_type={' or '.join(map(repr, readers))}, got {name}={value!r} with "
-                    f"{self.prior_type!r}; leave it out."
-                )
+            needs += [(name, self.use_lse, "use_lse=True"), (name, priors[self.prior_type].takes_pairs, pairs)]
+        for name in dict.fromkeys(name for prior in priors.values() for name in prior.uses):
+            readers = [key for key, prior in priors.items() if name in prior.uses]
+            needs.append((name, self.prior_type in readers, f"prior_type={' or '.join(map(repr, readers))}"))
+        self._refuse_unread(needs, vars(self))
 
-    def _check_read(self, values: dict) -> None:
+    def _check_read(self, given: dict) -> None:
         """Raise ValueError on a field that was given, differs from its default, and is read by nothing.
 
         p_t_to_fem_ratio passes for priors without keys: the authors' script of rnn_softmax gives it.
         """
-        prior = known_priors()[self.prior_type]
-        keys = prior.widths(self).key_maps > 0
-        needs = {
-            "qk_dim": (keys, "a prior with queries and keys"),
-            "rope_theta": (self.use_rope and self.rope_frequencies is None, "use_rope=True without rope_frequencies"),
-            "rope_factor": (self.use_rope, "use_rope=True"),
-            "p_t_to_fem_ratio": (values.get("qk_dim") is None, "qk_dim=None, which it would set"),
-            "beta_max_init": (self.use_temperature, "use_temperature=True"),
-            "lambda_init": (self.learns_lambda, "use_temperature=True, or keep_lambda=True, without free_share"),
-            "fem_ratio": (values.get("fem_dim") is None, "fem_dim=None, which it would set"),
-            "gate_rank": (
-                self.learns_lambda or self.use_outer_gate,
-                "a gate: use_outer_gate, or use_temperature without free_share",
-            ),
-            **dict.fromkeys(CONDITIONER_FIELDS, (self.use_conv, "use_conv=True")),
-        }
-        for name, (is_read, wanted) in needs.items():
-            if not is_read and name in values and values[name] != _DEFAULTS[name]:
-                raise ValueError(f"{name} needs {wanted}, got {name}={values[name]!r} without that; leave it out.")
+        has_keys = known_priors()[self.prior_type].widths(self).key_maps > 0
+        gated = self.learns_lambda or self.use_outer_gate
+        needs = [
+            ("qk_dim", has_keys, "a prior with queries and keys"),
+            ("rope_theta", self.use_rope and self.rope_frequencies is None, "use_rope=True without rope_frequencies"),
+            ("rope_factor", self.use_rope, "use_rope=True"),
+            ("p_t_to_fem_ratio", given.get("qk_dim") is None, "qk_dim=None, which it would set"),
+            ("fem_ratio", given.get("fem_dim") is None, "fem_dim=None, which it would set"),
+            ("beta_max_init", self.use_temperature, "use_temperature=True"),
+            ("lambda_init", self.learns_lambda, "use_temperature=True, or keep_lambda=True, without free_share"),
+            ("gate_rank", gated, "a gate: use_outer_gate, or use_temperature without free_share"),
+            *((name, self.use_conv, "use_conv=True") for name in CONDITIONER_FIELDS),
+        ]
+        self._refuse_unread(needs, given)
+
+    def _refuse_unread(self, needs: list[tuple[str, bool, str]], given: dict) -> None:
+        """Raise ValueError on a field of `needs` that differs from its default where what it needs does not hold."""
+        for name, holds, wanted in needs:
+            if not holds and name in given and given[name] != _DEFAULTS[name]:
+                raise ValueError(f"{name} needs {wanted}, got {name}={given[name]!r} without that; leave it out.")
 
     @property
     def _key_step(self) -> int:
@@ -294,14 +248,14 @@ class FreeEnergyMixerConfig:
     @property
     def free_alone(self) -> bool:
         """True if every channel reads F and none the mean: a free energy without a lambda to mix it."""
-        mixed = self.use_temperature or self.keep_lambda or not known_priors()[self.prior_type].takes_pairs
-        return self.use_lse and self.free_share is None and not mixed
+        alone = self.use_lse and self.free_share is None and not self.learns_lambda
+        return alone and known_priors()[self.prior_type].takes_pairs
 
     @property
     def read_width(self) -> int:
         """Width of what a head's attention sums: the values, and e where each channel reads both mean and F."""
         both = self.use_lse and self.free_share is None and not self.free_alone
-        return self.value_width * (2 if both else 1)
+        return self.value_width * (1 + both)
 
     @property
     def learns_lambda(self) -> bool:
@@ -320,17 +274,12 @@ class FreeEnergyMixerConfig:
 
     @property
     def weights_around_prior(self) -> int:
-        """Weights of the maps to values, gates and output."""
-        value_and_output = self.n_embd * (self.kv_heads * self.value_width + self.fem_dim)
-        gates = (self.learns_lambda + self.use_outer_gate) * self._gate_weights
-        return value_and_output + gates
-
-    @property
-    def _gate_weights(self) -> int:
-        """Weights of the maps behind one gate, lambda or g."""
-        if self.gate_rank is None:
-            return self.n_embd * self.fem_dim
-        return self.gate_rank * (self.n_embd + self.fem_dim) if self.gate_rank else self.n_embd * self.n_head
+        """Weights of the maps to values, gates (each full, per head, or of two maps) and output."""
+        width, d, rank = self.n_embd, self.fem_dim, self.gate_rank
+        slim = rank * (width + d) if rank else width * self.n_head
+        gate = width * d if rank is None else slim
+        values_and_output = width * (self.kv_heads * self.value_width + d)
+        return values_and_output + (self.learns_lambda + self.use_outer_gate) * gate
 
     @classmethod
     def matched(cls, n_embd: int, n_head: int, prior_type: str = "softmax", **fields) -> FreeEnergyMixerConfig:
@@ -349,21 +298,16 @@ class FreeEnergyMixerConfig:
         nominal = _nearest_multiple(2 * n_embd / max(key_maps, 2), step)
         offsets = (0,) if key_maps <= 2 else (0, -step, step)
         conv_hidden = fields.get("conv_hidden")  # None follows fem_dim
-        off = lambda config: abs(config.linear_weights - 4 * n_embd**2)  # noqa: E731
-        solved = (
-            start._nearest_width(qk_dim=nominal + offset, conv_hidden=conv_hidden)
-            for offset in offsets
-            if nominal + offset > 0
-        )
-        return sorted(solved, key=off)[0]  # torch.compile knows no min with a key
+        widths = [nominal + offset for offset in offsets if nominal + offset > 0]
+        solved = [start._nearest_width(qk_dim=width, conv_hidden=conv_hidden) for width in widths]
+        return sorted(solved, key=_off)[0]  # torch.compile knows no min with a key
 
     @classmethod
     def slim(cls, n_embd: int, n_head: int, prior_type: str = "softmax", **fields) -> FreeEnergyMixerConfig:
         """`matched` with slim gates, for reads of many extremes.
 
-        lambda and g are maps of rank D / 16, so that the values stay nearly as wide as attention's and every channel
-        reads mean and F: at width 512 a cache of 1.4 times attention's. With the conditioner under softmax, without
-        it under the scans. fields replace any of this.
+        lambda and g are maps of rank D / 16, so that the values stay nearly as wide as attention's. With the
+        conditioner under softmax, without it under the scans. fields replace any of this.
         """
         return cls.matched(n_embd, n_head, prior_type, **slim_fields(n_embd, prior_type, fields))
 
@@ -399,11 +343,9 @@ class FreeEnergyMixerConfig:
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if with_heads(middle).linear_weights < target else (low, middle)
-        off = lambda config: abs(config.linear_weights - target)  # noqa: E731
         around = [with_heads(size) for size in (low - 1, low) if size >= least]
         eights = [with_heads(size) for size in (low // 8 * 8, low // 8 * 8 + 8) if size >= max(least, _WIDE_HEAD)]
-        liked = [config for config in eights if off(config) <= _FOR_EIGHTS * target]
-        return sorted(liked or around, key=off)[0]  # as above
+        return sorted([config for config in eights if _off(config) <= _FOR_EIGHTS * target] or around, key=_off)[0]
 
 
 _DEFAULTS = {field.name: field.default for field in fields(FreeEnergyMixerConfig) if field.default is not MISSING}
@@ -414,17 +356,15 @@ def build_config(**fields) -> FreeEnergyMixerConfig:
     return FreeEnergyMixerConfig(**fields) if set(WIDTHS) & fields.keys() else FreeEnergyMixerConfig.matched(**fields)
 
 
+def _off(config: FreeEnergyMixerConfig) -> int:
+    """How many linear weights more or fewer than attention the layer has."""
+    return abs(config.linear_weights - 4 * config.n_embd**2)
+
+
 def _refuse_widths(start: str, fields: dict) -> None:
     for name in WIDTHS:
         if name in fields:
             raise ValueError(f"{start} solves the widths; leave out {name}, or build FreeEnergyMixerConfig directly.")
-
-
-def _readers() -> dict[str, list[str]]:
-    """For each field that only some priors read, the names of these priors."""
-    priors = known_priors()
-    names = dict.fromkeys(name for prior in priors.values() for name in prior.uses)
-    return {name: [key for key, prior in priors.items() if name in prior.uses] for name in names}
 
 
 def slim_fields(n_embd: int, prior_type: str, changes: dict) -> dict:

@@ -77,8 +77,7 @@ def softmax_read(
     _check_free_energy(v, beta, free_values)
     if scale is not None:
         scale = finite_number("scale", scale, SMALLEST, math.inf)
-    if window is not None:
-        window = positive_int("window", window, (None,))
+    window = positive_int("window", window, (None,))
     if (causal or window is not None or segment_ids is not None) and queries > time:
         raise ValueError(
             f"q has {queries} queries and k only {time} keys, but the queries are the last of the keys with causal, "
@@ -131,11 +130,10 @@ def channel_scan_read(
     With return_state the state comes back too; passed as initial_state, it continues the sequence.
     A row of no weight reads 0. Exact for any finite input. Raises ValueError on shapes and values, TypeError on dtypes.
     """
-    check_flags(causal=causal, return_state=return_state, normalize=normalize)
     per_channel = {"log_weight": log_weight, "log_decay": log_decay}
-    _check_scan(v, beta, causal, initial_state, return_state, per_channel, free_values)
+    _check_scan(v, beta, causal, initial_state, return_state, normalize, per_channel, free_values)
     dtype = compute_dtype(log_weight, v, log_decay)
-    _check_memory(initial_state, _cells((v.shape[0],), v, free_values, beta), dtype)
+    _check_state(initial_state, v, _cells((v.shape[0],), v, free_values, beta), dtype)
     check_values("log_decay", log_decay, DECAY, key_mask)
     check_values("log_weight", log_weight, LOG_WEIGHT, key_mask)
     op = partial(channel_scan.channel_scan_read, log_weight, v, beta, log_decay, free_values)
@@ -169,8 +167,7 @@ def keyed_scan_read(
     Exact for any finite input, in time O(T d_k d_v) and memory O(T (d_k + d_v)). A row of no weight reads 0.
     Raises ValueError on shapes and values, TypeError on dtypes.
     """
-    check_flags(causal=causal, return_state=return_state, normalize=normalize)
-    _check_scan(v, beta, causal, initial_state, return_state, {}, free_values)
+    _check_scan(v, beta, causal, initial_state, return_state, normalize, {}, free_values)
     _check_projections(q, k, v, free_values)
     if q.shape != k.shape:
         raise ValueError(f"q and k must have one shape, got {tuple(q.shape)} and {tuple(k.shape)}.")
@@ -184,7 +181,7 @@ def keyed_scan_read(
     kept = (q.shape[0], *q.shape[2:])
     memory = {"log_weight": kept, "mean": (*kept, v.shape[3])}
     memory |= {} if beta is None else {"free_energy": (*kept, beta.shape[1])}
-    _check_memory(initial_state, memory, compute_dtype(q, k, v, log_decay))
+    _check_state(initial_state, v, memory, compute_dtype(q, k, v, log_decay))
     check_values("log_decay", log_decay, DECAY, key_mask)
     for name, tensor in (("q", q), ("k", k)):
         check_values(name, tensor, FEATURE, key_mask)
@@ -224,8 +221,7 @@ def ssm_read(
     Masks, documents, causal=False, states and normalize=False are those of `channel_scan_read`.
     Exact for any finite input, in memory O(T d_v). Raises ValueError on shapes and values, TypeError on dtypes.
     """
-    check_flags(causal=causal, return_state=return_state, normalize=normalize)
-    _check_scan(v, beta, causal, initial_state, return_state, {"delta": delta}, free_values)
+    _check_scan(v, beta, causal, initial_state, return_state, normalize, {"delta": delta}, free_values)
     check_floating("v", v, delta=delta, A=A, B=B, C=C, D=D)
     batch, time, heads, width = delta.shape
     rank = max(1, A.shape[-1] if A.dim() else 1)
@@ -233,7 +229,7 @@ def ssm_read(
     for name, tensor, shape in zip("ABCD", (A, B, C, D), shapes):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} beside this delta and A, got {tuple(tensor.shape)}.")
-    _check_memory(initial_state, _cells((batch, rank), v, free_values, beta), compute_dtype(delta, A, B, C, D, v))
+    _check_state(initial_state, v, _cells((batch, rank), v, free_values, beta), compute_dtype(delta, A, B, C, D, v))
     check_values("A", A, FINITE_DECAY, None)
     check_values("D", D, WEIGHT, None)
     for name, tensor in (("delta", delta), ("B", B), ("C", C)):
@@ -283,8 +279,9 @@ def _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, nor
 
 
 def _check_scan(
-    v, beta, causal, initial_state, return_state, per_channel: dict[str, Tensor | None], free_values
+    v, beta, causal, initial_state, return_state, normalize, per_channel: dict[str, Tensor | None], free_values
 ) -> None:
+    check_flags(causal=causal, return_state=return_state, normalize=normalize)
     check_floating("v", v, v=v)
     if v.dim() != 4 or v.shape[2] == 0 or (v.shape[3] == 0 and free_values is None):
         raise ValueError(
@@ -304,16 +301,6 @@ def _check_scan(
             raise ValueError(f"{name} must have {what}, {wanted}, got {tuple(tensor.shape)}.")
     if not causal and (return_state or initial_state is not None):
         raise ValueError("causal=False reads the future, which no state holds; use causal=True with states.")
-    if initial_state is None:
-        return
-    if not isinstance(initial_state, ScanState):
-        raise TypeError(f"initial_state must be the state that a scan returned, got a {type(initial_state).__name__}.")
-    position = initial_state.cache_position.position
-    if len(position) != len(v) or position.device != v.device:
-        raise ValueError(
-            f"initial_state belongs to a batch of {len(position)} on {position.device}, v has {len(v)} on {v.device}; "
-            "pass the state returned for the same rows, or None to start anew."
-        )
 
 
 def _cells(start: tuple[int, ...], v: Tensor, free_values: Tensor | None, beta: Tensor | None) -> dict[str, tuple]:
@@ -325,10 +312,18 @@ def _cells(start: tuple[int, ...], v: Tensor, free_values: Tensor | None, beta: 
     return {part + n: shape for part, (x, name) in pair.items() if x.shape[3] for n, shape in of(x, name).items()}
 
 
-def _check_memory(state: ScanState | None, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-    """Raise ValueError unless a state holds the tensors of these names and shapes, all of this dtype."""
+def _check_state(state: ScanState | None, v: Tensor, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    """Raise unless a state is of v's rows, and holds the tensors of these names and shapes, all of this dtype."""
     if state is None:
         return
+    if not isinstance(state, ScanState):
+        raise TypeError(f"initial_state must be the state that a scan returned, got a {type(state).__name__}.")
+    position = state.cache_position.position
+    if len(position) != len(v) or position.device != v.device:
+        raise ValueError(
+            f"initial_state belongs to a batch of {len(position)} on {position.device}, v has {len(v)} on {v.device}; "
+            "pass the state returned for the same rows, or None to start anew."
+        )
     described = {name: tuple(tensor.shape) for name, tensor in state.memory.items()}
     dtypes = {tensor.dtype for tensor in state.memory.values()}
     if described != wanted or dtypes != {dtype}:

@@ -150,7 +150,7 @@ class FreeEnergyMixer(FreeEnergyLayer):
         columns = sum(context * m.out_features for m in self.modules() if isinstance(m, Projection) and m.context)
         conditioner = columns + sum(p.numel() for p in (self.conditioner.parameters() if self.conditioner else ()))
         budget = 4 * self.config.n_embd**2
-        linear = self.config.weights_around_prior + self.prior.linear_weights(self.config)
+        linear = self.config.weights_around_prior + self.prior.widths(self.config).linear
         blocks = {name: sum(p.numel() for p in block.parameters()) for name, block in self.named_children()}
         return {
             "linear": linear,

@@ -28,6 +28,7 @@ class Prior(nn.Module, ABC):
     """
 
     name: ClassVar[str]
+    map_names: ClassVar[tuple[str, ...]] = ()  # of the linear maps of the features
     uses: ClassVar[tuple[str, ...]] = ()  # fields of the configuration that not every prior reads
     takes_pairs: ClassVar[bool] = True  # whether `read` takes free_values
     per_channel: ClassVar[bool] = False  # whether every value channel has its own distribution
@@ -51,13 +52,9 @@ class Prior(nn.Module, ABC):
         """The prior's linear weights under `config`, and how many maps of key width it has (Appendix H.7)."""
         raise NotImplementedError("a prior must say what it costs by a static method widths(config), got none.")
 
-    def linear_weights(self, config: FreeEnergyMixerConfig) -> int:
-        """The prior's linear weights in a layer of `config`."""
-        return self.widths(config).linear
-
     def maps(self) -> list[nn.Module]:
-        """The linear maps of the features, for which `read` may get what they made of it (`fem.joint_maps`)."""
-        return []
+        """The linear maps of the features, for which `read` may get what they made of them (`fem.joint_maps`)."""
+        return [getattr(self, name) for name in self.map_names]
 
     @abstractmethod
     def read(
@@ -78,9 +75,9 @@ class Prior(nn.Module, ABC):
 
     def forward(self, *inputs):
         """`read`, as a module's call: hooks that load parameters when it is called, such as accelerate's, know it."""
-        found, keeps = self.read(*inputs), inputs[4] is not None
-        pair = isinstance(found, tuple) and not isinstance(found, Read)
-        if not pair or (keeps and not isinstance(found[1], dict)):
+        found = self.read(*inputs)
+        pair = type(found) is tuple
+        if not pair or (inputs[4] is not None and not isinstance(found[1], dict)):
             got = "no dict" if pair else type(found).__name__
             raise TypeError(
                 f"read of the prior {self.name!r} must return a Read and the memory after it, which is a dict where "
@@ -118,16 +115,12 @@ class Prior(nn.Module, ABC):
         """Radians per position of every rotary plane, kept on each device: a list copied there by every call would make
         a GPU wait. A graph makes its own: with what is kept it would depend on the calls before.
         """
-        traced = torch.compiler.is_compiling()
-        if not traced and device in self._frequencies:
+        keeps = not (torch.compiler.is_compiling() or transformed())
+        if keeps and device in self._frequencies:
             return self._frequencies[device]
-        config = self.config
         with torch.inference_mode(False):  # training may use what inference made
-            if config.rope_frequencies is None:
-                made = frequencies(width, config.rope_theta, device)
-            else:
-                made = torch.tensor(config.rope_frequencies, dtype=torch.float64, device=device)
-        if not (traced or transformed()) and type(made) is Tensor:
+            made = frequencies(width, self.config.rope_theta, device, self.config.rope_frequencies)
+        if keeps and type(made) is Tensor:
             self._frequencies[device] = made
         return made
 
@@ -150,7 +143,7 @@ def twice(x: Tensor | None, v: Tensor, free_values: Tensor | None, dim: int) -> 
 
 def selected(read: Callable[[Tensor], Read], v: Tensor) -> tuple[Tensor, Tensor]:
     """The p_t of a read of the mean, and the values it selects among, (B, T, H, d, T) both."""
-    weights = torch.stack([read(one).mean for one in indicators(v)], -1)
+    weights = torch.stack([read(one).mean for one in indicators(v)], -1).clamp(min=0)  # which rounding may cross
     values = v.repeat_interleave(weights.shape[2] // v.shape[2], 2).permute(0, 2, 3, 1)
     return weights, values[:, None].expand_as(weights)
 

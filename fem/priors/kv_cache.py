@@ -25,6 +25,7 @@ from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries read
 
 Memory = dict[str, Tensor]
 
+_TIME = dict.fromkeys(KEPT, 2) | {"keep": 1, "document": 1}  # the axis of the tokens
 PACKED = ("shift", "beta", "small")  # (B, H, 1, d_f) each, where the values are [v | e]; small: only if some beta is
 
 
@@ -48,7 +49,10 @@ def append(
         start = _start(v if f is None else f, beta, tokens.keep)
     values = pack_exactly(v, f, packing_of(start)) if start else None
     if values is None:
-        memory, start, values = _in_values(memory, start), {}, v if f is None else torch.cat([v, f], -1)
+        if memory and start:  # [v | e] so far
+            pair = unpacked(memory["value"], packing_of(start), True, start["shift"].shape[-1])
+            memory = memory | {"value": torch.cat(pair, -1)}
+        start, values = {}, v if f is None else torch.cat([v, f], -1)
     caches = [memory[name] if memory else x[:, :, :0] for name, x in zip(KEPT, (k, values))]
     return dict(zip(KEPT, _longer(caches, (k, values), windowed))) | marks | start
 
@@ -58,9 +62,15 @@ def _longer(caches: Sequence[Tensor], new: tuple[Tensor, Tensor], windowed: bool
     gradient, a graph or another dtype forbids that, or a window lets go of them."""
     copied = windowed or torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(*new, *caches)
     if copied or any(cache.dtype != x.dtype for cache, x in zip(caches, new)):
-        return [_joined(*pair) for pair in zip(caches, new)]
+        return [torch.cat(pair, 2) for pair in zip(caches, new)]
     longer, places = zip(*(_with_place(cache, new[0].shape[2]) for cache in caches))
-    _write(*new, *places)
+    if new[0].shape[2] == 1 and by_kernels(*new, *places):
+        from fem.ops.common.token_kernels import append_token  # by Triton, which the library does not require
+
+        append_token(*new, *places)
+    else:
+        for x, place in zip(new, places):
+            place.copy_(x)
     return longer
 
 
@@ -71,10 +81,9 @@ def packing_of(memory: Memory) -> Packing | None:
 
 def within_window(memory: Memory, window: int) -> Memory:
     """The last `window - 1` tokens: all that a next token can see."""
-    old = memory["key"].shape[2]
-    room = min(window - 1, old)
-    last = lambda name, x: x if name in PACKED else x.narrow(2 if name in KEPT else 1, old - room, room)  # noqa: E731
-    return {name: last(name, x) for name, x in memory.items()}
+    time = memory["key"].shape[2]
+    first = max(0, time - window + 1)
+    return {name: x if name in PACKED else x.narrow(_TIME[name], first, time - first) for name, x in memory.items()}
 
 
 @torch.no_grad()
@@ -88,23 +97,13 @@ def _start(f: Float[Tensor, "b h t d"], beta: Float[Tensor, "h d"], keep: Tensor
     return {"shift": packing.shift, "beta": beta} | ({} if packing.small is None else {"small": packing.small})
 
 
-def _in_values(memory: Memory, start: Memory) -> Memory:
-    """The memory with [v | f] in the place of [v | e] that `start` packed."""
-    if not (memory and start):
-        return memory
-    packing = packing_of(start)
-    values = torch.cat(unpacked(memory["value"], packing, True, packing.shift.shape[-1]), -1)
-    return {name: x for name, x in memory.items() if name not in PACKED} | {"value": values}
-
-
 def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens) -> Memory:
-    old, new = memory["key"].shape[2] if memory else 0, k.shape[2]
-    marks = {}
-    given = {"keep": (tokens.keep, tokens.keep is not None), "document": (tokens.document, tokens.start is not None)}
-    for name, (mark, comes) in given.items():
-        if name in memory or comes:
-            kind = torch.bool if name == "keep" else torch.long
-            before, now = (k.new_full((k.shape[0], n), name == "keep", dtype=kind) for n in (old, new))
+    """Mask and documents from the first call on that brings them: before it all were kept, and of document 0."""
+    old, marks = memory["key"].shape[2] if memory else 0, {}
+    keep, document = (tokens.keep, tokens.keep, True), (tokens.start, tokens.document, 0)
+    for name, (brought, mark, usual) in {"keep": keep, "document": document}.items():
+        if name in memory or brought is not None:
+            before, now = (torch.full((k.shape[0], n), usual, device=k.device) for n in (old, k.shape[2]))
             marks[name] = torch.cat([memory.get(name, before), now if mark is None else mark], 1)
     return marks
 
@@ -127,17 +126,3 @@ def _with_place(cache: Float[Tensor, "b h t d"], count: int) -> tuple[Tensor, Te
     longer = buffer.narrow(2, 0, end)
     _rooms[longer] = buffer, iter((True,))
     return longer, buffer.narrow(2, time, count)
-
-
-def _write(k: Tensor, values: Tensor, k_place: Tensor, v_place: Tensor) -> None:
-    if k.shape[2] == 1 and by_kernels(k, values, k_place, v_place):
-        from fem.ops.common.token_kernels import append_token  # by Triton, which the library does not require
-
-        append_token(k, values, k_place, v_place)
-    else:
-        k_place.copy_(k)
-        v_place.copy_(values)
-
-
-def _joined(cache: Float[Tensor, "b h t d"], new: Float[Tensor, "b h n d"]) -> Float[Tensor, "b h _ d"]:
-    return torch.cat([cache, new], 2) if cache.shape[2] else new.contiguous()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -19,22 +17,24 @@ from fem.priors.base import Prior
 from fem.projection import mapped
 
 
-class FeatureMapPrior(Prior):
-    """s_t(i) = sum_c phi(q_t)_c exp(sum_{i<r<=t} g_rc) phi(k_i)_c,   phi = ReLU(RoPE(.)) + eps            (Eq. 28)"""
+class LinearPrior(Prior):
+    """s_t(i) = sum_c phi(q_t)_c exp(sum_{i<r<=t} g_rc) phi(k_i)_c,   phi = ReLU(RoPE(.)) + eps            (Eq. 28)
 
-    uses = ROWS["linear"].uses
+    Linear attention: keys never decay, g = 0; `GatedLinearPrior` has a g.                              (Appendix H.2)
+    """
+
+    name = "linear"
+    uses, widths = ROWS["linear"].uses, staticmethod(ROWS["linear"].widths)
+    map_names = ("query", "key")
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
         self.query = self.project(config.qk_dim)
         self.key = self.project(config.qk_dim)
 
-    def maps(self):
-        return [self.query, self.key]
-
-    @abstractmethod
     def log_decay(self, *logits: Float[Tensor, "b t _"]) -> Tensor | None:
         """g <= 0 of a third map, per head (B, T, H) or per key channel (B, T, H, d_k); None: no decay."""
+        return None
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
         q, k, *logits = mapped(self.maps(), features)
@@ -61,33 +61,19 @@ class FeatureMapPrior(Prior):
         return (q.bfloat16(), k.bfloat16()) if rounds else (q, k)
 
 
-class LinearPrior(FeatureMapPrior):
-    """Linear attention: keys never decay.                                                (Appendix H.2 with g = 0)"""
-
-    name = "linear"
-
-    widths = staticmethod(ROWS["linear"].widths)
-
-    def log_decay(self):
-        return None
-
-
-class GatedLinearPrior(FeatureMapPrior):
+class GatedLinearPrior(LinearPrior):
     """GLA: g = logsigmoid(W x + b) / 16, one per token ("scalar"), head ("head") or key channel ("channel").
 
     A new layer starts with g = log(1/2) / 16: half of a memory is gone after 16 tokens.                (Appendix H.2)
     """
 
     name = "gla"
-    uses = ROWS["gla"].uses
-    widths = staticmethod(ROWS["gla"].widths)
+    uses, widths = ROWS["gla"].uses, staticmethod(ROWS["gla"].widths)
+    map_names = ("query", "key", "decay")
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
         self.decay = self.project(gla_decay_width(config))
-
-    def maps(self):
-        return [*super().maps(), self.decay]
 
     def log_decay(self, logits):
         decay = log_decay(logits)

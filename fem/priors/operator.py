@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +11,13 @@ from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.backend import transformed
 from fem.ops.common.precision import LEAST_PROVEN, upcast, without_autocast
 from fem.ops.common.read import Read, connected_zeros
-from fem.ops.common.tokens import Tokens
-from fem.ops.softmax.packing import SMALL_SPAN
+from fem.ops.common.tokens import Tokens, filled
+from fem.ops.softmax.packing import Packing
+from fem.prior_table import Widths
 from fem.priors.base import Prior
 
 _ROUNDING = 1e-4  # allowed error of an operator (by FFT, for instance), relative to the largest sum of weights
+_FIELDS = {"causal": True, "normalize": True} | dict.fromkeys(["n_kv_head", "window", "free_share", "value_logexp_cap"])
 
 
 class OperatorPrior(Prior):
@@ -27,20 +27,16 @@ class OperatorPrior(Prior):
     Used as `FreeEnergyMixer(config, prior=OperatorPrior(op))`. Masked tokens are taken out before op sees the sequence
     and every document runs on its own, so masks and segments are exact. It keeps no state.
 
-    The numerator has one shift for the whole row, so a value may exceed what a row sees by 60 / beta at most; beyond
-    that (in eager mode) a ValueError says so. Raises ValueError where op changes the shape, where (in eager mode) its
-    results for ones and for exp(beta (v - m)) <= 1 show a negative weight or NaN, or those of the first call that op is
-    not linear, not causal or mixes channels, on segment_ids under vmap, and on fields that an operator cannot follow:
-    causal=False, normalize=False, n_kv_head, window, free_share, value_logexp_cap; TypeError on an op that cannot be
-    called, or that changes the dtype. op runs in float32 at least, its parameters too.
+    The numerator has one shift for the whole row, so a value may exceed what a row sees by 60 / beta at most. In eager
+    mode a ValueError says where one does, or op's sums are not positive, and at the first call where op has a negative
+    weight, is not linear, not causal or mixes channels. Raises ValueError where op changes the shape and on fields that
+    it cannot follow: causal=False, normalize=False, n_kv_head, window, free_share, value_logexp_cap; TypeError on an op
+    that cannot be called, or that changes the dtype. op runs in float32 at least, its parameters too.
     """
 
     name = "operator"
     per_channel = True
     takes_pairs = False
-    FIXED: ClassVar[dict] = {"causal": True, "normalize": True} | dict.fromkeys(
-        ("n_kv_head", "window", "free_share", "value_logexp_cap")
-    )
 
     def __init__(self, op: Callable[[Tensor], Tensor]):
         super().__init__(config=None)
@@ -49,16 +45,12 @@ class OperatorPrior(Prior):
         self.op = op
         self._known = False  # whether op was seen to be what it must be
 
-    @staticmethod
-    def widths(config):
-        raise TypeError("an operator prior has no widths to solve for: its weights are the operator's own.")
-
-    def linear_weights(self, config: FreeEnergyMixerConfig) -> int:
-        """The weights of the operator's matrices."""
-        return sum(parameter.numel() for parameter in self.parameters() if parameter.dim() > 1)
+    def widths(self, config):
+        """Those of this operator's own matrices."""
+        return Widths(sum(parameter.numel() for parameter in self.parameters() if parameter.dim() > 1), key_maps=0)
 
     def check(self, config: FreeEnergyMixerConfig) -> None:
-        for name, wanted in self.FIXED.items():
+        for name, wanted in _FIELDS.items():
             if getattr(config, name) != wanted:
                 raise ValueError(
                     f"an operator prior is causal, normalised and reads one kind of values; leave out {name}, "
@@ -74,58 +66,50 @@ class OperatorPrior(Prior):
         if not v.numel():
             zeros = connected_zeros(v, v.shape, features, v, beta)
             return Read(zeros, None if beta is None else zeros), None
-        dtype, v = v.dtype, upcast(v)
-        if not self._known and _eager(v):
-            self._check_op(v.detach().flatten(2))
-        weight = self._over_documents(torch.ones_like(v), tokens)
-        _check_weights(weight, None)
-        empty = weight <= 0
-        total = weight.masked_fill(empty, 1)
-        mean = (self._over_documents(v, tokens) / total).masked_fill(empty, 0)
+        eager = not (torch.compiler.is_compiling() or v.is_meta or transformed(v))
+        y = upcast(v).flatten(2)
+        if eager and not self._known:
+            self._check_op(y.detach())
+        weight = self._over_documents(torch.ones_like(y), tokens)
+        sees = weight > 0
+        total = weight.where(sees, 1)
+        mean = (self._over_documents(y, tokens) / total).where(sees, 0)
+        as_given = lambda x: x.view_as(v).to(v.dtype)  # noqa: E731
         if beta is None:
-            return Read(mean.to(dtype), None), None
-        kept = torch.ones_like(v, dtype=torch.bool) if tokens.keep is None else tokens.keep[..., None, None]
-        shift = v.detach().masked_fill(~kept, -math.inf).amax(1, keepdim=True).nan_to_num(neginf=0.0)
-        z = (beta * (v - shift)).masked_fill(~kept, 0)
-        near = (z.detach() > -SMALL_SPAN).all(1, keepdim=True)  # where e^z - 1 keeps the digits of a small beta
-        energy = self._over_documents(torch.where(near, z.expm1(), z.exp()), tokens)
-        _check_weights(torch.where(near, weight + energy, energy), weight)
+            return Read(as_given(mean), None), None
+        y = y if tokens.keep is None else filled(y, tokens.keep[..., None])
+        packing = Packing.of(y, beta.flatten())
+        energy = self._over_documents(packing.energies(packing.exponents(y)), tokens)
         ratio = energy / total
-        if _eager(ratio) and bool((~empty & ~near & (ratio < LEAST_PROVEN[torch.float32])).any()):
+        proven = (~sees | (packing.slope(ratio) >= LEAST_PROVEN[ratio.dtype])) & (weight >= -_ROUNDING * weight.amax())
+        if eager and not bool(proven.all()):  # as NaN never is
             raise ValueError(
-                "v spreads too far for an operator prior: exp(beta v) underflows at a row that comes before a far "
-                "larger value; keep beta (max v - v) under 60, or use a prior of PRIORS, which has no such bound."
+                "v spreads too far for an operator prior, or op has a negative weight: op(exp(beta (v - m))) is not "
+                "positive, or underflows at a row that comes before a far larger value; keep beta (max v - v) under "
+                "60, pass the weights of op through a softplus, or use a prior of PRIORS, which has no such bound."
             )
-        log = torch.where(near, ratio.where(near, 0).log1p(), ratio.masked_fill(empty | near, 1).log())
-        free_energy = shift + log / beta
-        return Read(mean.to(dtype), torch.where(empty, 0, torch.maximum(free_energy, mean)).to(dtype)), None
-
-    def selection(self, features, v, tokens):
-        """An operator's weights as a table; rounding errors are removed, so that they are weights again."""
-        weights, values = super().selection(features, v, tokens)
-        weights = weights.clamp(min=0)
-        total = weights.sum(-1, keepdim=True)
-        return weights / total.masked_fill(total == 0, 1), values
+        free_energy = packing.shift + packing.logarithm(ratio.where(sees, 1)) / packing.beta
+        return Read(as_given(mean), as_given(free_energy.where(sees, 0))), None
 
     def _over_documents(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """op on every document of every row, as if masked tokens were not there."""
-        flat = x.flatten(2)
+        """op of every document of every row, which is moved to the front of an empty row, without its masked tokens."""
         if tokens.keep is None and tokens.start is None:
-            return self._checked(flat).view_as(x)
-        keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if tokens.keep is None else tokens.keep
-        document = torch.zeros_like(keep, dtype=torch.long) if tokens.document is None else tokens.document
-        out = torch.zeros_like(flat)
-        for number in range(_documents(tokens)):
-            chosen = keep & (document == number)
-            order = (~chosen).long().argsort(dim=1, stable=True)[..., None].expand_as(flat)
-            moved = (flat * chosen[..., None]).gather(1, order)
-            out = out + torch.zeros_like(flat).scatter(1, order, self._checked(moved)) * chosen[..., None]
-        return out.view_as(x)
+            return self._run(x)
+        document = torch.zeros_like(x[..., 0], dtype=torch.long) if tokens.document is None else tokens.document
+        place, out = tokens.position[..., None].expand_as(x), torch.zeros_like(x)
+        for number in range(1 if tokens.document is None else int(document.max()) + 1):
+            chosen = (document == number if tokens.keep is None else tokens.keep & (document == number))[..., None]
+            alone = torch.zeros_like(x).scatter_add(1, place, x * chosen)
+            out = out + self._run(alone).gather(1, place) * chosen
+        return out
 
-    def _checked(self, x: Tensor) -> Tensor:
+    def _run(self, x: Tensor) -> Tensor:
         """op of x in float32 at least, on a copy: an op may work in place."""
+        narrow = {}
+        if isinstance(self.op, nn.Module):
+            narrow = {name: p.float() for name, p in self.op.named_parameters() if upcast(p).dtype != p.dtype}
         with without_autocast(x.device):
-            y = self._run(x.clone())
+            y = torch.func.functional_call(self.op, narrow, (x.clone(),)) if narrow else self.op(x.clone())
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = tuple(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
             raise ValueError(f"op must map (B, T, C) to the same shape, got {got} from {tuple(x.shape)}.")
@@ -135,57 +119,17 @@ class OperatorPrior(Prior):
 
     @torch.no_grad()
     def _check_op(self, like: Tensor) -> None:
-        """Raise unless op of some numbers shaped as `like` is the sum of what it makes of their past and future, the
-        past's part knows nothing of the future, and a factor of a channel is one of its result alone."""
+        """Raise unless op of some numbers >= 0, most of them near 0, shaped as `like`, is as it must be."""
         generator = torch.Generator().manual_seed(0)
         x, factor = (torch.rand(shape, generator=generator).to(like) for shape in (like.shape, like.shape[-1:]))
-        past = torch.arange(x.shape[1], device=x.device)[:, None] <= x.shape[1] // 2
-        total, before, after = (self._checked(part) for part in (x, x * past, x * ~past))
-        off = lambda difference: bool((difference.abs() > 10 * _ROUNDING * total.abs().amax()).any())  # noqa: E731
-        if off(total - before - after):
-            raise ValueError("op must be linear, got op(x + y) that is not op(x) + op(y).")
-        if off(after * past):
-            raise ValueError("op must be causal, got a result for a token that depends on later ones.")
-        if off(self._checked(x * factor) - total * factor):
-            raise ValueError("op must leave channels apart, got a result in one channel that depends on another.")
+        x, past = x**8, torch.arange(x.shape[1], device=x.device)[:, None] <= x.shape[1] // 2
+        total, before, after, scaled = (self._run(part) for part in (x, x * past, x * ~past, x * factor))
+        for wanted, error in {
+            "be non-negative, got a negative weight or NaN; pass its weights through a softplus": total.clamp(max=0),
+            "be linear, got op(x + y) that is not op(x) + op(y)": total - before - after,
+            "be causal, got a result for a token that depends on later ones": after * past,
+            "leave channels apart, got a result in one channel that depends on another": scaled - total * factor,
+        }.items():
+            if not bool((error.abs() <= 10 * _ROUNDING * total.abs().amax()).all()):
+                raise ValueError(f"op must {wanted}.")
         self._known = True
-
-    def _run(self, x: Tensor) -> Tensor:
-        parameters = dict(self.op.named_parameters()) if isinstance(self.op, nn.Module) else {}
-        if all(p.dtype == upcast(p).dtype for p in parameters.values()):
-            return self.op(x)
-        return torch.func.functional_call(self.op, {name: upcast(p) for name, p in parameters.items()}, (x,))
-
-
-def _documents(tokens: Tokens) -> int:
-    """The largest number of documents in a row. Raises ValueError under vmap, where the number is unknown."""
-    if tokens.document is None:
-        return 1
-    try:
-        return int(tokens.document.max()) + 1
-    except RuntimeError as error:
-        if not transformed():
-            raise
-        raise ValueError(
-            "segment_ids cannot be mapped over by vmap with an operator prior, which runs op once for each document; "
-            "leave them out or call the layer once for each row."
-        ) from error
-
-
-def _eager(x: Tensor) -> bool:
-    """Whether x has values that may decide what happens: not in graphs, in `torch.func`'s transforms and on meta."""
-    return not (torch.compiler.is_compiling() or x.is_meta or transformed(x))
-
-
-def _check_weights(part: Tensor, whole: Tensor | None) -> None:
-    """Raise unless 0 <= op(x) <= op(1), as it must be of weights >= 0 and 0 <= x <= 1."""
-    if not _eager(part):
-        return
-    most = (part if whole is None else whole).abs().amax()
-    wrong = ~(part >= -_ROUNDING * most)  # NaN too
-    wrong = wrong if whole is None else wrong | (part > whole + _ROUNDING * most)
-    if bool(wrong.any()):
-        raise ValueError(
-            "op must be non-negative, got a negative weight or NaN: op(1) or op(x) of some 0 <= x <= 1 leaves "
-            "[0, op(1)]; pass its weights through a softplus."
-        )

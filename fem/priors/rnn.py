@@ -15,19 +15,16 @@ class RNNSoftmaxPrior(Prior):
 
     name = "rnn_softmax"
     widths = staticmethod(ROWS["rnn_softmax"].widths)
+    map_names = ("log_weight",)
     per_channel = True
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
         self.log_weight = self.project(config.fem_dim)
 
-    def maps(self):
-        return [self.log_weight]
-
     def read(self, features, v, beta, tokens, memory, free_values=None):
         (log_weight,) = mapped(self.maps(), features)
-        log_weight = log_weight.unflatten(-1, (-1, self.config.value_width))
-        log_weight = twice(log_weight, v, free_values, -1)
+        log_weight = twice(log_weight.unflatten(-1, (-1, self.config.value_width)), v, free_values, -1)
         return self.scan(channel_scan_read, log_weight, v, beta, tokens=tokens, memory=memory, free_values=free_values)
 
 
@@ -36,14 +33,12 @@ class RNNDecayPrior(Prior):
 
     name = "rnn_decay"
     widths = staticmethod(ROWS["rnn_decay"].widths)
+    map_names = ("decay",)
     per_channel = True
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
         self.decay = self.project(config.fem_dim)
-
-    def maps(self):
-        return [self.decay]
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
         (logits,) = mapped(self.maps(), features)

@@ -25,8 +25,8 @@ class SoftmaxPrior(Prior):
     """
 
     name = "softmax"
-    uses = ROWS["softmax"].uses
-    widths = staticmethod(ROWS["softmax"].widths)
+    uses, widths = ROWS["softmax"].uses, staticmethod(ROWS["softmax"].widths)
+    map_names = ("query", "key")
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
@@ -43,9 +43,6 @@ class SoftmaxPrior(Prior):
         if not config.normalize:  # of a prior under another name: the configuration knows this one's
             raise ValueError("normalize=False is for scan priors; a softmax prior is normalised by definition.")
 
-    def maps(self):
-        return [self.query, self.key]
-
     def queries_and_keys(
         self, features: Float[Tensor, "b t f"] | list[Tensor], position: Tensor
     ) -> tuple[Float[Tensor, "b t h d"], Float[Tensor, "b t hkv d"]]:
@@ -58,15 +55,12 @@ class SoftmaxPrior(Prior):
         """A whole sequence by one read; a stream over the cache, to which its tokens are appended first."""
         config = self.config
         q, k = self.queries_and_keys(features, tokens.position)
+        options = {"window": config.window, "backend": config.backend}
         if memory is None:
-            options = {"causal": config.causal, "window": config.window, "tokens": tokens, "backend": config.backend}
-            span = math.inf if config.value_logexp_cap is None else 2 * config.value_logexp_cap
-            return softmax_read(q, k, v, beta, free_values, span=span, **options), None
+            options["span"] = math.inf if config.value_logexp_cap is None else 2 * config.value_logexp_cap
+            return softmax_read(q, k, v, beta, free_values, causal=config.causal, tokens=tokens, **options), None
         memory = append(memory, k, v, beta, tokens, config.window is not None, free_values)
         tokens = Tokens(memory.get("keep"), None, memory.get("document"), None)
-        options = {"window": config.window, "tokens": tokens, "backend": config.backend}
-        packing, split = packing_of(memory), free_values is not None
-        read = cached_read(q, memory["key"], memory["value"], beta, packing, **options, split=split)
-        if config.window is not None:
-            memory = within_window(memory, config.window)
-        return read, memory
+        cached = memory["key"], memory["value"], beta, packing_of(memory)
+        read = cached_read(q, *cached, split=free_values is not None, tokens=tokens, **options)
+        return read, memory if config.window is None else within_window(memory, config.window)

@@ -68,6 +68,11 @@ def shifted(x):
     return torch.nn.functional.pad(x, (0, 0, 1, -1))
 
 
+def late_negative(x):
+    """Of weights 1, 1, 1 and -0.3, whose sums are seldom negative."""
+    return x + shifted(x) + shifted(shifted(x)) - 0.3 * shifted(shifted(shifted(x)))
+
+
 def own(change):
     """A layer in a stream, whose prior returns `change` of what it should."""
 
@@ -171,10 +176,11 @@ TABLE = [
     (config, {"n_kv_head": 3}, ValueError, "n_kv_head must divide n_head = 4, got 3"),
     (config, {"normalize": False}, ValueError, "normalize=False is for scan priors"),
     (config, {"conv_bidirectional": True}, ValueError, "needs causal=False"),
-    (config, CAUSES, ValueError, "must be even, got 9"),
+    (config, CAUSES, ValueError, "conv_bidirectional needs halves of conv_hidden, which is 9"),
     (config, {"dropout": 1.0}, ValueError, r"dropout must lie in \[0, 1\), got 1.0"),
     (config, {"eps": 1e-60}, ValueError, "eps must be positive, got 1e-60"),
     (config, {"rope_frequencies": [NAN] * 8}, ValueError, "each of rope_frequencies must be a finite number, got nan"),
+    (config, {"rope_frequencies": [1.0] * 8, "use_rope": False}, ValueError, "rope_frequencies needs use_rope=True"),
     (config, {"rope_frequencies": [1.0] * 7}, ValueError, "one number for each of the 8 planes of a head, got 7"),
     (config, {"beta_max_init": -104}, ValueError, r"beta_max_init must be in \[-87, 1e\+30\], got -104"),
     # Fields that nothing would read.
@@ -188,10 +194,10 @@ TABLE = [
     (matched, {"fem_dim": 32}, ValueError, "^matched solves the widths; leave out fem_dim"),
     (FreeEnergyMixerConfig.paper, SIZES | MAMBA | {"fem_dim": 32}, ValueError, "^paper solves the widths; leave out"),
     *(
-        (config, {"keep_lambda": True} | fields, ValueError, "^keep_lambda=True needs use_lse=True, .* no free_share")
+        (config, {"keep_lambda": True} | fields, ValueError, "^keep_lambda needs use_lse=True, .* no free_share")
         for fields in ({}, NO_F, {"use_temperature": False, "free_share": 0.5})
     ),
-    (config, {"free_share": 0.05}, ValueError, r"free_share must give each head a whole channel of its 8, got 0\.05"),
+    (config, {"free_share": 0.05}, ValueError, "free_share needs a whole channel of each head's 8, got .*=0.05"),
     (config, NO_F | {"free_share": 0.5}, ValueError, "free_share needs use_lse=True"),
     (config, {"free_share": 0.5, "prior_type": "mamba_interactive"}, ValueError, "reads all channels of a head togeth"),
     (config, {"use_temperature": False, "lambda_init": -3.0}, ValueError, "lambda_init needs use_temperature=True"),
@@ -210,6 +216,7 @@ TABLE = [
     (OperatorPrior, {"op": "cumsum"}, TypeError, "op must be a function or module .* got 'cumsum'"),
     (operator, {"op": lambda x: x.cumsum(1).double()}, TypeError, "op must return .*32, got torch.float64"),
     (operator, {"op": lambda x: 2 * x - shifted(x)}, ValueError, "op must be non-negative, got a negative weight"),
+    (operator, {"op": late_negative}, ValueError, "op must be non-negative, got a negative weight"),
     (operator, {"op": torch.cumsum, "causal": False}, ValueError, "leave out causal, got causal=False"),
     (operator, {"op": lambda x: -x.cumsum(1)}, ValueError, "op must be non-negative, got a negative weight"),
     (operator, {"op": lambda x: x[:, 1:]}, ValueError, r"op must map \(B, T, C\) to the same shape, got \(1, 5, 32\)"),

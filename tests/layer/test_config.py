@@ -123,6 +123,8 @@ def test_a_configuration_alone_knows_the_priors(module):
 def test_a_configuration_can_be_copied_with_a_change():
     config = FreeEnergyMixerConfig(n_embd=64, n_head=4, softmax_backend="naive")
     assert dataclasses.replace(config, dropout=0.1).backend == "plain"
+    raw = FreeEnergyMixerConfig(n_embd=64, n_head=4, prior_type="gla", normalize=False)
+    assert not dataclasses.replace(raw, dropout=0.1).mamba_normalize
     assert FreeEnergyMixerConfig(**dataclasses.asdict(config)) == config
 
 

@@ -81,11 +81,19 @@ def test_an_operator_reads_nothing_from_nothing(shape):
         assert y.shape == shape
 
 
+def test_rows_that_see_nothing_pass_no_gradient_and_a_layer_without_numbers_asks_for_none():
+    layer, x = with_operator(lambda z: z.cumsum(1)), 30 * tokens(dtype=torch.float32)
+    layer(x.requires_grad_(), torch.arange(13).expand(2, -1) > 5).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in [x, *layer.parameters()])
+    assert layer.to("meta")(x.to("meta")).shape == x.shape
+
+
 def test_a_small_beta_keeps_the_digits_of_the_free_energy_and_of_its_gradients():
     """A masked token far away leaves the others as they are. At e785e87 F lost 7e-4, and beta's gradient all."""
     keep = torch.ones(2, 64, dtype=torch.bool)
     keep[:, 5] = False
-    marks, prior = Tokens(keep, None, None, None), OperatorPrior(lambda x: x.cumsum(1))
+    place = (keep.cumsum(1) - 1).clamp_min(0)
+    marks, prior = Tokens(keep, None, None, place), OperatorPrior(lambda x: x.cumsum(1))
     v, beta = torch.randn(2, 64, 2, 4), 1e-4 + 1e-4 * torch.rand(2, 4)
     v[:, 5] = 1e4
     exact, exact_beta = (x.double().requires_grad_() for x in (v, beta))
@@ -101,11 +109,21 @@ def test_a_small_beta_keeps_the_digits_of_the_free_energy_and_of_its_gradients()
         assert (one - other).abs().max() <= allowed * other.abs().max()
 
 
-def test_documents_under_vmap_are_refused_and_masks_are_not():
+def test_masks_map_under_vmap_and_documents_do_not():
     layer, x = with_operator(lambda x: x.cumsum(1)), tokens(dtype=torch.float32)
     keep = torch.ones(2, 13, dtype=torch.bool)
     by_row = lambda x, marks, name: layer(x[None], **{name: marks[None]})[0]  # noqa: E731
     masked = torch.vmap(by_row, in_dims=(0, 0, None))(x, keep, "attention_mask")
     torch.testing.assert_close(masked, layer(x, keep))
-    with pytest.raises(ValueError, match="segment_ids cannot be mapped over by vmap with an operator prior"):
+    with pytest.raises(RuntimeError, match="vmap"):
         torch.vmap(by_row, in_dims=(0, 0, None))(x, keep.long(), "segment_ids")
+
+
+@pytest.mark.parametrize("taps", [[-1.0, -0.3], [0.3, -1.0], [torch.nan, 1.0]])
+def test_weights_that_turn_negative_after_the_first_call_are_refused_where_a_sum_shows_it(taps):
+    layer, x = with_operator(Filter()), tokens(dtype=torch.float32)
+    layer(x)
+    with torch.no_grad():
+        layer.prior.op.taps.copy_(torch.tensor(taps))
+    with pytest.raises(ValueError, match="or op has a negative weight"):
+        layer(x)

@@ -12,8 +12,12 @@ from fem.ops.common.backend import by_kernels, portable
 from fem.ops.common.operator import operator
 
 
-def frequencies(width: int, theta: float, device: torch.device) -> Float64[Tensor, " planes"]:
-    """theta^(-2j/d): radians per position of every plane. Raises ValueError on an odd width."""
+def frequencies(
+    width: int, theta: float, device: torch.device, given: Sequence[float] | None = None
+) -> Float64[Tensor, " planes"]:
+    """theta^(-2j/d), or those given: radians per position of every plane. Raises ValueError on an odd width."""
+    if given is not None:
+        return torch.tensor(given, dtype=torch.float64, device=device)
     if width % 2:
         raise ValueError(f"rotate pairs the channels of x, so its width must be even, got {width}.")
     return theta ** (torch.arange(0, -width, -2, dtype=torch.float64, device=device) / width)

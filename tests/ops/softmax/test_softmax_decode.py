@@ -277,18 +277,35 @@ CHANGES = {
 }
 
 
+# Whether the first and the last cache of split values are packed.
+SPLIT = dict.fromkeys(CHANGES, (False, False)) | {"offset": (True, True)}
+SPLIT |= dict.fromkeys(("spike in a step", "dip"), (True, False))
+
+
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_stream_of_any_values_is_exact_and_leaves_the_packed_form_where_it_must(exponentials, name):
-    x, found, steps = tokens(time=24), [], []
-    for dtype in (torch.float32, torch.float64):
-        layer = make_layer(torch.float32, prior_type="softmax", use_conv=False).to(dtype)
-        whole = layer.modulated
-        layer.modulated = lambda *inputs, whole=whole: CHANGES[name](whole(*inputs))
-        found.append(streamed(layer, x.float().to(dtype))[0])
-        steps.append(len(exponentials))
-    y, wanted = found
+@pytest.mark.parametrize("split", [False, True])
+def test_a_stream_of_any_values_is_exact_and_packed_where_it_may_be(exponentials, monkeypatch, name, split):
+    fields = {"free_share": 0.5} if split else {}
+    x, layer = tokens(time=24), make_layer(torch.float32, prior_type="softmax", use_conv=False, **fields)
+    whole = layer.modulated
+    layer.modulated = lambda *inputs: CHANGES[name](whole(*inputs))
+    y, states = streamed(layer, x.float())
+    if split:  # whose own values must come back from e: a cache of [v | e] becomes one of [v | f]
+        assert ("shift" in states[0].memory, "shift" in states[-1].memory) == SPLIT[name]
+    else:
+        assert bool(exponentials) == (name not in ("offset", "dip"))  # far below the first tokens hides nothing
+    monkeypatch.setattr(kv_cache, "pack_exactly", lambda *values: None)
+    wanted, _ = streamed(layer.double(), x.float().double())
     assert (y - wanted).abs().max() <= 2e-5 * (1 + wanted.abs().max())
-    assert (steps[0] > 0) == (name not in ("offset", "dip"))  # far below the first tokens hides nothing
+
+
+def test_a_stream_that_leaves_autocast_keeps_the_digits_of_later_tokens():
+    layer, x = make_layer(torch.float32, prior_type="softmax"), tokens(time=9, dtype=torch.float32)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _, state = layer(x[:, :8], return_state=True)
+        _, after = layer(x[:, 8:], state=state, return_state=True)
+    assert [s.memory["key"].dtype for s in (state, after)] == [torch.bfloat16, torch.float32]
 
 
 def test_a_state_of_the_version_that_kept_values_alone_still_continues():
