@@ -135,12 +135,6 @@ class Prior(nn.Module, ABC):
         return ScanCall(config.causal, tokens, memory or None, memory is not None, config.normalize, config.backend)
 
 
-def twice(x: Tensor | None, v: Tensor, free_values: Tensor | None, dim: int) -> Tensor | None:
-    """x with an entry for each value channel, twice where mean and free energy read every channel, as under a cap."""
-    both = x is not None and free_values is not None and v.shape[-1] + free_values.shape[-1] > x.shape[dim]
-    return torch.cat([x, x], dim) if both else x
-
-
 def selected(read: Callable[[Tensor], Read], v: Tensor) -> tuple[Tensor, Tensor]:
     """The p_t of a read of the mean, and the values it selects among, (B, T, H, d, T) both."""
     weights = torch.stack([read(one).mean for one in indicators(v)], -1).clamp(min=0)  # which rounding may cross

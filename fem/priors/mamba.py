@@ -17,7 +17,7 @@ from fem.ops.ssm.ssm_numbers import ssm_numbers
 from fem.ops.ssm.ssm_read import ssm_read, ssm_terms
 from fem.optim import mark_undecayed
 from fem.prior_table import ROWS
-from fem.priors.base import Prior, indicators, twice
+from fem.priors.base import Prior, indicators
 from fem.projection import mapped
 
 LONGEST_MEMORY = 512  # tokens after which the slowest state of a new layer has lost half
@@ -74,11 +74,9 @@ class MambaPrior(Prior):
         return self.ssm.maps()
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
-        (delta, a, b, c, d), (log_delta, log_b, log_c) = self.ssm(features)
-        per_channel = ((delta, -1), (a, 1), (d, 1), (log_delta, -1))
-        delta, a, d, log_delta = (twice(x, v, free_values, dim) for x, dim in per_channel)
-        op = partial(ssm_read, logs=(log_delta, log_b, log_c))
-        return self.scan(op, delta, a, b, c, d, v, beta, tokens=tokens, memory=memory, free_values=free_values)
+        numbers, logs = self.ssm(features)
+        op = partial(ssm_read, logs=logs)
+        return self.scan(op, *numbers, v, beta, tokens=tokens, memory=memory, free_values=free_values)
 
 
 class InteractiveMambaPrior(Prior):

@@ -6,7 +6,7 @@ from fem.config import FreeEnergyMixerConfig
 from fem.ops.channel_scan.channel_scan_read import channel_scan_read
 from fem.ops.linear_attention.linear_log_space import log_decay
 from fem.prior_table import ROWS
-from fem.priors.base import Prior, twice
+from fem.priors.base import Prior
 from fem.projection import mapped
 
 
@@ -24,7 +24,7 @@ class RNNSoftmaxPrior(Prior):
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
         (log_weight,) = mapped(self.maps(), features)
-        log_weight = twice(log_weight.unflatten(-1, (-1, self.config.value_width)), v, free_values, -1)
+        log_weight = log_weight.unflatten(-1, (-1, self.config.value_width))
         return self.scan(channel_scan_read, log_weight, v, beta, tokens=tokens, memory=memory, free_values=free_values)
 
 
@@ -43,5 +43,4 @@ class RNNDecayPrior(Prior):
     def read(self, features, v, beta, tokens, memory, free_values=None):
         (logits,) = mapped(self.maps(), features)
         decay = log_decay(logits).unflatten(-1, (-1, self.config.value_width))
-        decay = twice(decay, v, free_values, -1)
         return self.scan(channel_scan_read, None, v, beta, decay, tokens=tokens, memory=memory, free_values=free_values)

@@ -80,8 +80,9 @@ def memory_before(state: State | None, like: Tensor, *shapes: tuple[int, ...]) -
 
 
 def split_channels(x: Tensor | None, widths: tuple[int, int], dim: int = -1) -> tuple[Tensor | None, ...]:
-    """What belongs to the channels of v, and to those of the free values."""
-    return (None, None) if x is None else x.split(widths, dim)
+    """What belongs to the channels of v, and to those of the free values; all of it to both, where they are the same
+    channels, as under a cap."""
+    return (x, x) if x is None or x.shape[dim] < sum(widths) else x.split(widths, dim)
 
 
 def read_pair(reads: Sequence[Callable], v: Tensor, free_values: Tensor, call: ScanCall) -> Read | tuple[Read, State]:
