@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.functional import softmax_read
+from fem.ops.common.backend import found
 
 Row = dict[str, Any]
 
@@ -56,13 +57,19 @@ def scans(device: torch.device, prior: str) -> Iterator[Row]:
     of `linear` near ReLU's kink fall on its other side: gradients of the query are off by 8 %, in the plain form, too.
     """
     products = device.type == "cuda" and prior in ("linear", "gla")
+    waits = products or ("mamba" in prior and found("mamba_ssm"))  # the host, for a proof
     rounded = 1e-1 if prior == "linear" else 5e-2
     for fields in [{"decay": "head"}, {"decay": "channel"}] if prior == "gla" else [{}]:
         config = FreeEnergyMixerConfig(n_embd=64, n_head=2, prior_type=prior, **fields)
         name = ", ".join([prior, *fields.values()])
         for dtype, limit in ((torch.float32, 5e-2 if products else 1e-3), (torch.bfloat16, rounded)):
-            run = partial(_against_float64, *built(config, device, dtype), limit)
-            yield outcome(name, run, dtype=str(dtype)[6:])
+            layer, x = built(config, device, dtype)
+            yield outcome(name, partial(_against_float64, layer, x, limit), dtype=str(dtype)[6:])
+            ids = torch.arange(x.shape[1]).div(50, rounding_mode="floor").expand(len(x), -1)
+            packed = partial(_against_float64, layer, x, limit, segment_ids=ids)
+            yield outcome(f"{name}, documents", packed, dtype=str(dtype)[6:])
+            if device.type == "cuda" and not waits:
+                yield outcome(f"{name}, captured train step", partial(_captured, layer, x), dtype=str(dtype)[6:])
         run = partial(_token_by_token, *built(config, device))
         yield outcome(f"{name}, token by token", run, dtype="float32")
 
@@ -72,10 +79,15 @@ def built(config, device, dtype: torch.dtype = torch.float32) -> tuple[FreeEnerg
     return FreeEnergyMixer(config).to(device, dtype), torch.randn(2, 130, config.n_embd).to(device, dtype)
 
 
-def _against_float64(layer: FreeEnergyMixer, x: Tensor, limit: float, least: float = 1e-3) -> str | None:
+def _against_float64(
+    layer: FreeEnergyMixer, x: Tensor, limit: float, least: float = 1e-3, **marks: Tensor
+) -> str | None:
     """Output and gradients; a tensor's error counts by its norm, or `least` of the largest norm where that is more."""
-    wanted = trained(_exact(layer), x.double().cpu())
-    return apart(trained(layer, x), wanted, limit, least * max(part.norm() for part in wanted).item())
+    exact, here = _exact(layer), {name: mark.to(x.device) for name, mark in marks.items()}
+    wanted = trained(exact, x.double().cpu(), partial(exact, **marks))
+    return apart(
+        trained(layer, x, partial(layer, **here)), wanted, limit, least * max(part.norm() for part in wanted).item()
+    )
 
 
 def softmax(device: torch.device) -> Iterator[Row]:
@@ -150,9 +162,9 @@ def layers(device: torch.device) -> Iterator[Row]:
         config = FreeEnergyMixerConfig(
             **{"n_embd": 256, "n_head": 4, "fem_dim": 128, "qk_dim": 256, "use_conv": False} | fields
         )
-        for what, run in (("outputs and gradients", _fused), ("captured train step", _captured_training)):
+        for what, run in (("outputs and gradients", _fused), ("captured train step", _captured)):
             if device.type == "cuda" or run is _fused:
-                yield outcome(what, partial(run, config, device, "spikes" in name), layer=name)
+                yield outcome(what, partial(run, *_layer_in_bfloat16(config, device, "spikes" in name)), layer=name)
         if config.causal:
             built = _layer_in_bfloat16(config, device, "spikes" in name)
             yield outcome("token by token", partial(_token_by_token, *built), layer=name)
@@ -169,9 +181,9 @@ def _layer_in_bfloat16(config, device, spikes: bool) -> tuple[FreeEnergyMixer, T
     return layer.to(device, torch.bfloat16), torch.randn(2, 333, config.n_embd).to(device, torch.bfloat16)
 
 
-def _fused(config, device, spikes: bool) -> str | None:
+def _fused(layer: FreeEnergyMixer, x: Tensor) -> str | None:
     """To a hundredth of the largest norm: a gradient of 0, as of a bias of keys, is rounding."""
-    return _against_float64(*_layer_in_bfloat16(config, device, spikes), 5e-2, 1e-2)
+    return _against_float64(layer, x, 5e-2, 1e-2)
 
 
 @torch.no_grad()
@@ -186,10 +198,9 @@ def _token_by_token(layer: FreeEnergyMixer, x: Tensor) -> str | None:
     return None
 
 
-def _captured_training(config, device, spikes: bool) -> str | None:
+def _captured(layer: FreeEnergyMixer, x: Tensor) -> str | None:
     """A train step, captured in a CUDA graph and replayed."""
-    layer, x = _layer_in_bfloat16(config, device, spikes)
-    return apart(*replayed(lambda: trained(layer, x), device), 1e-2)
+    return apart(*replayed(lambda: trained(layer, x), x.device), 1e-2)
 
 
 def replayed(run: Callable[[], list[Tensor]], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
@@ -218,7 +229,7 @@ def compiled_model(device: torch.device) -> Iterator[Row]:
     """A language model under torch.compile: its loss and every gradient, against the same model without it."""
     from fem.models import FEMConfig, FEMForCausalLM
 
-    for prior in ("softmax", "rnn_softmax"):
+    for prior in ("softmax", "rnn_softmax", "mamba"):
         sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
         torch.manual_seed(0)
         model = FEMForCausalLM(FEMConfig(vocab_size=128, prior_type=prior, **sizes)).to(device)

@@ -106,7 +106,7 @@ def test_no_kernel_that_always_runs_spills(values):
     """Those of doubtful entries end at once where there are none; they may spill six numbers. Cos and sin in float64
     have a table for large angles; of a token's conditioner two numbers are spilt."""
     found = registers(values)
-    assert len(found) >= 10
+    assert len(found) >= 9
     allowed = {"rotate_token_kernel": 48, "angles_kernel": 48, "condition_kernel": 8} | {
         name: 24 for name in found if name.startswith("doubtful")
     }
