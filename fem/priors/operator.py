@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from fem.checks import SMALLEST
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.backend import transformed
 from fem.ops.common.precision import LEAST_PROVEN, upcast, without_autocast
@@ -17,6 +18,7 @@ from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.packing import SMALL_SPAN
 from fem.priors.base import Prior
 
+_DIGITS = 1e3  # a sum is this much larger than what op is off by
 _ROUNDING = 1e-4  # allowed error of an operator (by FFT, for instance), relative to the largest sum of weights
 
 
@@ -27,12 +29,13 @@ class OperatorPrior(Prior):
     Used as `FreeEnergyMixer(config, prior=OperatorPrior(op))`. Masked tokens are taken out before op sees the sequence
     and every document runs on its own, so masks and segments are exact. It keeps no state.
 
-    The numerator has one shift for the whole row, so a value may exceed what a row sees by 60 / beta at most; beyond
-    that (in eager mode) a ValueError says so. Raises ValueError where op changes the shape, where (in eager mode) its
-    results for ones and for exp(beta (v - m)) <= 1 show a negative weight or NaN, or those of the first call that op is
-    not linear, not causal or mixes channels, on segment_ids under vmap, and on fields that an operator cannot follow:
-    causal=False, normalize=False, n_kv_head, window, free_share, value_logexp_cap; TypeError on an op that cannot be
-    called, or that changes the dtype. op runs in float32 at least, its parameters too.
+    The numerator has one shift for the whole row, so a value may exceed what a row sees by 60 / beta at most, and by
+    less where op rounds as an FFT does; beyond that (in eager mode) a ValueError says so. Raises ValueError where op
+    changes the shape, where (in eager mode) its results for ones and for exp(beta (v - m)) <= 1 show a negative weight
+    or NaN, or those of the first call that op is not linear, not causal or mixes channels, on segment_ids under vmap,
+    and on fields that an operator cannot follow: causal=False, normalize=False, n_kv_head, window, free_share,
+    value_logexp_cap; TypeError on an op that cannot be called, or that changes the dtype. op runs in float32 at least,
+    its parameters too.
     """
 
     name = "operator"
@@ -47,7 +50,7 @@ class OperatorPrior(Prior):
         if not callable(op) or isinstance(op, type):
             raise TypeError(f"op must be a function or module that maps (B, T, C) to (B, T, C), got {op!r}.")
         self.op = op
-        self._known = False  # whether op was seen to be what it must be
+        self._tried, self._noise = False, 0.0  # what op is off by, of its largest result, as a first call showed
 
     @staticmethod
     def widths(config):
@@ -75,7 +78,7 @@ class OperatorPrior(Prior):
             zeros = connected_zeros(v, v.shape, features, v, beta)
             return Read(zeros, None if beta is None else zeros), None
         dtype, v = v.dtype, upcast(v)
-        if not self._known and _eager(v):
+        if not self._tried and _eager(v):
             self._check_op(v.detach().flatten(2))
         weight = self._over_documents(torch.ones_like(v), tokens)
         _check_weights(weight, None)
@@ -91,14 +94,19 @@ class OperatorPrior(Prior):
         energy = self._over_documents(torch.where(near, z.expm1(), z.exp()), tokens)
         _check_weights(torch.where(near, weight + energy, energy), weight)
         ratio = energy / total
-        if _eager(ratio) and bool((~empty & ~near & (ratio < LEAST_PROVEN[torch.float32])).any()):
+        if _eager(ratio) and bool((~empty & ~near & self._lost(energy, ratio)).any()):
             raise ValueError(
-                "v spreads too far for an operator prior: exp(beta v) underflows at a row that comes before a far "
-                "larger value; keep beta (max v - v) under 60, or use a prior of PRIORS, which has no such bound."
+                "v spreads too far for an operator prior: exp(beta v) is lost at a row that comes before a far "
+                "larger value; keep beta (max v - v) under 60, under 6 for an op by FFT unless that runs in float64, "
+                "or use a prior of PRIORS, which has no such bound."
             )
         log = torch.where(near, ratio.where(near, 0).log1p(), ratio.masked_fill(empty | near, 1).log())
         free_energy = shift + log / beta
         return Read(mean.to(dtype), torch.where(empty, 0, torch.maximum(free_energy, mean)).to(dtype)), None
+
+    def _lost(self, energy: Tensor, ratio: Tensor) -> Tensor:
+        """Where a sum may have lost its digits: to the range of float32, or beside a sum that op rounds with it."""
+        return (ratio < LEAST_PROVEN[torch.float32]) | (energy < _DIGITS * self._noise * energy.amax(1, keepdim=True))
 
     def selection(self, features, v, tokens):
         """An operator's weights as a table; rounding errors are removed, so that they are weights again."""
@@ -139,7 +147,7 @@ class OperatorPrior(Prior):
         past's part knows nothing of the future, and a factor of a channel is one of its result alone."""
         generator = torch.Generator().manual_seed(0)
         x, factor = (torch.rand(shape, generator=generator).to(like) for shape in (like.shape, like.shape[-1:]))
-        past = torch.arange(x.shape[1], device=x.device)[:, None] <= x.shape[1] // 2
+        past = torch.arange(x.shape[1], device=x.device)[:, None] < (x.shape[1] + 1) // 2
         total, before, after = (self._checked(part) for part in (x, x * past, x * ~past))
         off = lambda difference: bool((difference.abs() > 10 * _ROUNDING * total.abs().amax()).any())  # noqa: E731
         if off(total - before - after):
@@ -148,7 +156,9 @@ class OperatorPrior(Prior):
             raise ValueError("op must be causal, got a result for a token that depends on later ones.")
         if off(self._checked(x * factor) - total * factor):
             raise ValueError("op must leave channels apart, got a result in one channel that depends on another.")
-        self._known = True
+        if x.shape[1] > 1:  # else nothing came before
+            self._tried = True
+            self._noise = float((after * past).abs().amax() / total.abs().amax().clamp_min(SMALLEST))
 
     def _run(self, x: Tensor) -> Tensor:
         parameters = dict(self.op.named_parameters()) if isinstance(self.op, nn.Module) else {}
