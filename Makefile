@@ -13,7 +13,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
 	@echo "make test      the fast tests        make test-all   fast and slow tests"
-	@echo "make test-oldest, make test-newest  the fast tests with the ends of pyproject.toml's ranges (an environment of 6 GB each)"
+	@echo "make test-oldest, make test-newest  the fast tests and compiled layers with the ends of pyproject.toml's ranges (an environment of 6 GB each)"
 	@echo "make test-vllm the same tokens from vLLM as from transformers, in an environment of its own (10 minutes)"
 	@echo "make test-titan trainings in torchtitan against plain ones, in an environment of its own (15 minutes)"
 	@echo "make test-deit   DeiT's recipe by timm, which is installed beside the environment (a minute)"
@@ -49,6 +49,7 @@ test-slow: install
 test-all: test test-slow
 
 # constraints.txt pins what `make test` runs with; these take the two ends of pyproject.toml's ranges, an environment each.
+# What torch.compile can trace differs most between releases.
 test-oldest: VENV := .venv-oldest
 test-oldest: INSTALL = pip install --quiet --disable-pip-version-check uv && $(BIN)/uv pip install --python $(BIN)/python --resolution lowest-direct
 test-newest: VENV := .venv-newest
@@ -57,6 +58,7 @@ test-oldest test-newest:
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/$(INSTALL) --quiet --editable '.[dev]' --editable ./research
 	$(PYTEST) -m "not slow"
+	$(PYTEST) -m slow tests/layer/test_compile.py
 
 test-docs: install
 	$(PYTEST) tests/docs

@@ -240,7 +240,7 @@ class FreeEnergyMixerConfig:
         """Width of a head's values, d_v."""
         return self.fem_dim // self.n_head
 
-    @property
+    @functools.cached_property  # once, as torch.compile(dynamic=True) would make a symbol of the float free_share
     def free_width(self) -> int:
         """The number of a head's channels that read the free energy: all of them, or those of free_share."""
         return self.value_width if self.free_share is None else round(self.free_share * self.value_width)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from fem.checks import SMALLEST
 from fem.config import FreeEnergyMixerConfig
 from fem.ops.common.backend import transformed
 from fem.ops.common.precision import LEAST_PROVEN, upcast, without_autocast
@@ -16,6 +17,7 @@ from fem.ops.softmax.packing import Packing
 from fem.prior_table import Widths
 from fem.priors.base import Prior
 
+_DIGITS = 1e3  # a sum is this much larger than what op is off by
 _ROUNDING = 1e-4  # allowed error of an operator (by FFT, for instance), relative to the largest sum of weights
 _FIELDS = {"causal": True, "normalize": True} | dict.fromkeys(["n_kv_head", "window", "free_share", "value_logexp_cap"])
 
@@ -27,11 +29,12 @@ class OperatorPrior(Prior):
     Used as `FreeEnergyMixer(config, prior=OperatorPrior(op))`. Masked tokens are taken out before op sees the sequence
     and every document runs on its own, so masks and segments are exact. It keeps no state.
 
-    The numerator has one shift for the whole row, so a value may exceed what a row sees by 60 / beta at most. In eager
-    mode a ValueError says where one does, or op's sums are not positive, and at the first call where op has a negative
-    weight, is not linear, not causal or mixes channels. Raises ValueError where op changes the shape and on fields that
-    it cannot follow: causal=False, normalize=False, n_kv_head, window, free_share, value_logexp_cap; TypeError on an op
-    that cannot be called, or that changes the dtype. op runs in float32 at least, its parameters too.
+    The numerator has one shift for the whole row, so a value may exceed what a row sees by 60 / beta at most, and by
+    less where op rounds as an FFT does. In eager mode a ValueError says where one does, or op's sums are not positive,
+    and at the first call where op has a negative weight, is not linear, not causal or mixes channels. Raises ValueError
+    where op changes the shape and on fields that it cannot follow: causal=False, normalize=False, n_kv_head, window,
+    free_share, value_logexp_cap; TypeError on an op that cannot be called, or that changes the dtype. op runs in
+    float32 at least, its parameters too.
     """
 
     name = "operator"
@@ -43,7 +46,7 @@ class OperatorPrior(Prior):
         if not callable(op) or isinstance(op, type):
             raise TypeError(f"op must be a function or module that maps (B, T, C) to (B, T, C), got {op!r}.")
         self.op = op
-        self._known = False  # whether op was seen to be what it must be
+        self._tried, self._noise = False, 0.0  # what op is off by, of its largest result, as a first call showed
 
     def widths(self, config):
         """Those of this operator's own matrices."""
@@ -68,7 +71,7 @@ class OperatorPrior(Prior):
             return Read(zeros, None if beta is None else zeros), None
         eager = not (torch.compiler.is_compiling() or v.is_meta or transformed(v))
         y = upcast(v).flatten(2)
-        if eager and not self._known:
+        if eager and not self._tried:
             self._check_op(y.detach())
         weight = self._over_documents(torch.ones_like(y), tokens)
         sees = weight > 0
@@ -81,12 +84,14 @@ class OperatorPrior(Prior):
         packing = Packing.of(y, beta.flatten())
         energy = self._over_documents(packing.energies(packing.exponents(y)), tokens)
         ratio = energy / total
-        proven = (~sees | (packing.slope(ratio) >= LEAST_PROVEN[ratio.dtype])) & (weight >= -_ROUNDING * weight.amax())
-        if eager and not bool(proven.all()):  # as NaN never is
+        least, sums = LEAST_PROVEN[ratio.dtype], packing.slope(ratio) * total  # op(exp(beta (v - m)))
+        proven = (sums >= least * total) & (sums >= _DIGITS * self._noise * sums.amax(1, keepdim=True))
+        if eager and not bool(((~sees | proven) & (weight >= -_ROUNDING * weight.amax())).all()):  # as NaN never is
             raise ValueError(
                 "v spreads too far for an operator prior, or op has a negative weight: op(exp(beta (v - m))) is not "
-                "positive, or underflows at a row that comes before a far larger value; keep beta (max v - v) under "
-                "60, pass the weights of op through a softplus, or use a prior of PRIORS, which has no such bound."
+                "positive, or is lost at a row that comes before a far larger value; keep beta (max v - v) under 60, "
+                "under 6 for an op by FFT unless that runs in float64, pass the weights of op through a softplus, or "
+                "use a prior of PRIORS, which has no such bound."
             )
         free_energy = packing.shift + packing.logarithm(ratio.where(sees, 1)) / packing.beta
         return Read(as_given(mean), as_given(free_energy.where(sees, 0))), None
@@ -122,7 +127,7 @@ class OperatorPrior(Prior):
         """Raise unless op of some numbers >= 0, most of them near 0, shaped as `like`, is as it must be."""
         generator = torch.Generator().manual_seed(0)
         x, factor = (torch.rand(shape, generator=generator).to(like) for shape in (like.shape, like.shape[-1:]))
-        x, past = x**8, torch.arange(x.shape[1], device=x.device)[:, None] <= x.shape[1] // 2
+        x, past = x**8, torch.arange(x.shape[1], device=x.device)[:, None] < (x.shape[1] + 1) // 2
         total, before, after, scaled = (self._run(part) for part in (x, x * past, x * ~past, x * factor))
         for wanted, error in {
             "be non-negative, got a negative weight or NaN; pass its weights through a softplus": total.clamp(max=0),
@@ -132,4 +137,6 @@ class OperatorPrior(Prior):
         }.items():
             if not bool((error.abs() <= 10 * _ROUNDING * total.abs().amax()).all()):
                 raise ValueError(f"op must {wanted}.")
-        self._known = True
+        if x.shape[1] > 1:  # else nothing came before
+            self._tried = True
+            self._noise = float((after * past).abs().amax() / total.abs().amax().clamp_min(SMALLEST))

@@ -78,9 +78,8 @@ def check_data(recipe: TrainRecipe, output: Path) -> None:
 def say_unread(recipe: TrainRecipe) -> None:
     """Say which options of the recipe, and which files in the folder of its data, a training does not read."""
     files = local_files(recipe.data)
-    if recipe.architecture is not None:
-        unread = "" if recipe.mlp == "narrowed" else f", and mlp = {recipe.mlp!r} is not read"
-        note(f"in {recipe.architecture!r} a token sees the documents before its own in the row{unread}.")
+    if recipe.architecture is not None and recipe.mlp != TrainRecipe.mlp:
+        note(f"mlp is a preset's, so in {recipe.architecture!r} mlp = {recipe.mlp!r} is not read.")
     if files is not None and recipe.subset is not None:
         note(f"subset is a hub dataset's, and the data are local files, so {recipe.subset!r} is not read.")
     if recipe.tokenizer is not None and recipe.vocabulary != TrainRecipe.vocabulary:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments, default_data_collator
 from transformers.integrations import TensorBoardCallback
 
-from fem.models import FEMForCausalLM
+from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.loss import IGNORED, cross_entropy_of_logits, next_tokens
 from fem.models.presets import check_preset
 from fem.provenance import CONFIG, RESULTS, check_output, circumstances, note, read_json, versions, write_json
@@ -115,7 +115,8 @@ def prepare(recipe: TrainRecipe, output: Path, resume: bool, held: ExitStack) ->
         say_unread(recipe)
         write_json(output / CONFIG, config | circumstances())
         tokenizer = load_tokenizer(recipe, output)
-        model_config(recipe, entries(tokenizer))
+        if not isinstance(model_config(recipe, entries(tokenizer)), FEMConfig):
+            note(f"in {recipe.architecture!r} a token sees the documents before its own in the row.")
         source = identity(recipe, tokenizer)
         if changed := [name for name in source if (config["data"] or source)[name] != source[name]]:
             told = f"data have changed since the run in {str(output)!r} began: another {' and '.join(changed)}"

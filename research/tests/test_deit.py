@@ -70,7 +70,7 @@ def hub(tmp_path, monkeypatch):
     )
     load = datasets.load_dataset
     monkeypatch.setattr(images, "way_to_the_hub", lambda: None)
-    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)  # datasets 4.0 has none
     monkeypatch.setattr(
         images, "load_dataset", lambda _, **given: load(str(folder), cache_dir=str(tmp_path / "cache"), **given)
     )

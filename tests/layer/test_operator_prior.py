@@ -5,7 +5,7 @@ import torch
 from layers import HEADS, WIDTH, tokens
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
-from fem.ops.common.tokens import Tokens
+from fem.ops.common.tokens import PLAIN, Tokens
 from fem.priors import OperatorPrior
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
@@ -43,13 +43,30 @@ def test_an_operator_with_parameters_runs_in_a_half_precision_layer():
     assert (y.double() - wanted).abs().max() <= 0.02 * (1 + wanted.abs().max())
 
 
-def test_what_an_fft_is_off_by_is_no_weight_where_a_layer_is_inspected():
-    def by_fft(x):
-        taps = torch.linspace(1, 0.1, x.shape[1])[:, None]
-        return torch.fft.irfft(torch.fft.rfft(x, 2 * len(taps), 1) * torch.fft.rfft(taps, 2 * len(taps), 0), dim=1)[
-            :, : len(taps)
-        ]
+def by_fft(x):
+    taps = torch.linspace(1, 0.1, x.shape[1])[:, None].to(x.dtype)
+    return torch.fft.irfft(torch.fft.rfft(x, 2 * len(taps), 1) * torch.fft.rfft(taps, 2 * len(taps), 0), dim=1)[
+        :, : len(taps)
+    ]
 
+
+def test_an_fft_that_lost_the_small_sums_is_refused():
+    v, beta = 12 * torch.linspace(-1, 0, 64)[None, :, None, None].expand(1, 64, 1, 4), torch.ones(1, 4)
+    read = lambda op, dtype=torch.float32: OperatorPrior(op).read(None, v.to(dtype), beta, PLAIN, None)[0]  # noqa: E731
+    with pytest.raises(ValueError, match="under 6 for an op by FFT unless that runs in float64"):
+        read(by_fft)
+    wanted = read(by_fft, torch.float64).free_energy.float()
+    torch.testing.assert_close(read(lambda x: by_fft(x.double()).to(x)).free_energy, wanted, rtol=1e-6, atol=1e-5)
+
+
+def test_an_operator_that_first_met_one_token_is_tried_by_the_next_call():
+    layer = with_operator(lambda x: x.flip(1))
+    layer(tokens(time=1, dtype=torch.float32))
+    with pytest.raises(ValueError, match="op must be causal"):
+        layer(tokens(time=2, dtype=torch.float32))
+
+
+def test_what_an_fft_is_off_by_is_no_weight_where_a_layer_is_inspected():
     p = with_operator(by_fft).inspect(tokens(dtype=torch.float32)).prior
     assert p.min() >= 0
     torch.testing.assert_close(p.sum(-1), torch.ones(p.shape[:-1]))

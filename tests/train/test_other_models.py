@@ -11,6 +11,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from trainings import losses, tiny
 from transformers import GPT2Config
 
+from fem.models import FEMConfig
 from fem.train import train
 from fem.train.checkpoints import load_language_model, newest
 from fem.train.model import build_model
@@ -18,6 +19,7 @@ from fem.train.model import build_model
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2}
 LLAMA = SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}
 MAMBA2 = SIZES | {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+FEM = SIZES | {"num_attention_heads": 2, "intermediate_size": 48}
 MODELS = {"llama": LLAMA, "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2}, "mamba2": MAMBA2}
 
 
@@ -55,6 +57,15 @@ def test_accumulated_steps_and_a_resumed_run_are_the_whole_one(data, tmp_path):
         train.run(other(data, "gpt2", max_steps=6, save_steps=3), tmp_path / "stopped", resume=True)
     results = train.run(whole, tmp_path / "stopped", resume=True)
     assert results["train"]["step"] == 6
+
+
+@pytest.mark.parametrize(
+    "hides, config", [(False, GPT2Config(n_embd=32, n_layer=1, n_head=2)), (True, FEMConfig(**FEM))]
+)
+def test_a_model_is_said_to_see_earlier_documents_where_it_does(data, tmp_path, capsys, hides, config):
+    config.to_json_file(tmp_path / "config.json")
+    train.run(tiny(data, architecture=str(tmp_path), model="{}", max_steps=1, warmup_steps=0), tmp_path / "run")
+    assert ("sees the documents before" not in capsys.readouterr().err) == hides
 
 
 def test_a_config_json_keeps_its_own_sizes(data, tmp_path):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from fem.ops.common.backend import by_kernels, portable
+from fem.ops.common.backend import by_kernels, exporting, portable
 from fem.ops.common.operator import operator
 
 
@@ -52,7 +53,8 @@ def rotate_all(
 
 def _cos_and_sin(position: Tensor, frequency: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     angle = position.double()[..., None, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
+    cos = (angle + math.pi / 2).sin() if exporting() else angle.cos()  # onnxruntime before 1.29 has no float64 cos
+    sin = angle.sin()
     if factor != 1.0:
         cos, sin = factor * cos, factor * sin
     return cos.to(dtype), sin.to(dtype)

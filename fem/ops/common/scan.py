@@ -46,9 +46,9 @@ class ScanCall(NamedTuple):
             )
         beta, dtype = upcast(beta).clamp(LEAST_BETA, MOST_BETA), self.dtype(*inputs)
         if widen:
-            given = {id(x): x for x in inputs if x is not None}  # v and f may be one tensor, and stay one
-            wide = {key: x.to(dtype) for key, x in given.items()}
-            inputs = [None if x is None else wide[id(x)] for x in inputs]
+            wide = [None if x is None else x.to(dtype) for x in inputs]
+            first = [next(i for i, y in enumerate(inputs) if y is x) for x in inputs]
+            inputs = [wide[i] for i in first]  # v and f may be one tensor, and stay one
         past, state = one_way(*inputs, beta, self.tokens, self.initial_state, True)
         if self.causal:
             return past, state

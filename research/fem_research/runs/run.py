@@ -145,6 +145,9 @@ class Lines(Progress):
             where = f"({task.completed:.0f}/{task.total or 0:.0f})"
             self.console.print(f"{description} {where}", soft_wrap=True, markup=False, highlight=False)
 
+    def stop(self) -> None:
+        """End without a word: rich before 14.3 writes an empty line."""
+
 
 def progress() -> Progress:
     """Steps and time left on standard error, at the end the time taken: a bar on a terminal, else a line per
