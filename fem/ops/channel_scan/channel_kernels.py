@@ -19,6 +19,7 @@ from fem.ops.common.merge_kernels import (
     NO_WEIGHT,
     fallen,
     grown,
+    log_shares,
     merged_energies,
     merged_means,
     through_energy,
@@ -115,9 +116,7 @@ def channel_backward_kernel(
         w += tl.load(d_weights + at, live, other=0.0)
         weight_before = tl.load(weights + at - C, earlier, other=0.0)
         weight_before += tl.load(first_weight + start, entered, other=0.0)
-        seen = weight > NO_WEIGHT
-        log_own = tl.where(seen, own - weight, LOG_ZERO)
-        log_keep = tl.where(seen & (weight_before > NO_WEIGHT), weight_before + fall - weight, LOG_ZERO)
+        log_own, log_keep = log_shares(own, fall, weight_before, weight)
         share, keep = tl.exp(log_own), tl.exp(log_keep)
         of_own, of_kept = w * share, w * keep
         if HAS_V:

@@ -103,6 +103,14 @@ def share_apart(log_share, z):
 
 
 @triton.jit
+def log_shares(x, fall, before, after):
+    """log own and log keep, of L before a token and after it."""
+    seen = after > NO_WEIGHT
+    kept = tl.where(seen & (before > NO_WEIGHT), before + fall - after, LOG_ZERO)
+    return tl.where(seen, x - after, LOG_ZERO), kept
+
+
+@triton.jit
 def through_mean(share, keep, value, before, after, rho):
     """Of a cell's mean: what dx and da get of its gradient, and d mean before the token."""
     return share * (value - after) * rho, keep * (before - after) * rho, keep * rho

@@ -28,6 +28,7 @@ from fem.ops.common.merge_kernels import (
     log_add,
     log_average,
     log_or_zero,
+    log_shares,
     log_sum,
     merged_energies,
     merged_means,
@@ -272,9 +273,7 @@ def ssm_backward_kernel(
             skip_sum += d_own
 
             # Through the cells.
-            seen = weight > NO_WEIGHT
-            log_share = tl.where(seen, x - weight, LOG_ZERO)
-            log_keep = tl.where(seen & (weight_before > NO_WEIGHT), weight_before + fall - weight, LOG_ZERO)
+            log_share, log_keep = log_shares(x, fall, weight_before, weight)
             share, keep = tl.exp(log_share), tl.exp(log_keep)
             of_x, of_fall = w * share, w * keep
             if HAS_V:
