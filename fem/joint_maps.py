@@ -30,7 +30,7 @@ def columns(
     if not (fused_layer.available(features) and features.numel() and product_dtype(features) in DTYPES):
         return None
     one, graph = features.shape[1] == 1, torch.compiler.is_compiling()
-    if one and (len(features) > MOST_ROWS or not (graph or torch.cuda.is_current_stream_capturing())):
+    if one and (features.shape[0] > MOST_ROWS or not (graph or torch.cuda.is_current_stream_capturing())):
         return None
     if graph and not one:
         return None

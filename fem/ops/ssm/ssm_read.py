@@ -96,14 +96,15 @@ def _ssm_one_way(A, D, backend, stateless, delta, log_delta, log_b, log_c, v, f,
 
 def _scanned(x: SsmInputs, state, backend: str, stateless: bool) -> tuple[Terms, Terms]:
     """What every token reads, and the memory after the last: by our kernels, or by sums, which mamba-ssm may make."""
-    shapes = [(len(x.v), len(x.a), part.shape[-1]) for part in (x.delta, x.v, x.f)]
+    shapes = [(x.v.shape[0], len(x.a), part.shape[-1]) for part in (x.delta, x.v, x.f)]
     memory = None if state is None else memory_before(state, x.delta, *shapes)
-    fused = x.delta.shape[1] == 1 and torch.compiler.is_compiling()  # by inductor, with what stands around it
-    otherwise = fused or (stateless and x.opens is None and found("mamba_ssm"))
-    if backend == "triton" and x.delta.numel() and not (otherwise or portable() or transformed(*x, *(memory or ()))):
-        from fem.ops.ssm.ssm_kernels import states_by_kernels  # by Triton, which the library does not require
+    by_mamba = stateless and x.opens is None and found("mamba_ssm")
+    if backend == "triton" and not (by_mamba or portable() or transformed(*x, *(memory or ()))):
+        one = torch.compiler.is_compiling() and x.delta.shape[1] == 1  # inductor fuses it with what stands around it
+        if x.delta.numel() and not one:
+            from fem.ops.ssm.ssm_kernels import states_by_kernels  # by Triton, which the library does not require
 
-        return states_by_kernels(memory, x)
+            return states_by_kernels(memory, x)
     x = x._replace(a=x.a.contiguous(), v=x.v.to(x.delta.dtype), f=x.f.to(x.delta.dtype))
     return SSM_SCAN(memory or memory_before(None, x.delta, *shapes), backend, x, stateless=True)
 
