@@ -47,9 +47,9 @@ def mixed_read(
     sin: Float[Tensor, "t p"] | Float[Tensor, "b t p"] | None,
     bounds: Bounds | None = None,
 ) -> Float[Tensor, "b t h d"]:
-    """o of a whole sequence of 16-bit numbers, differentiable once. cos and sin are float32. bounds of
-    the keys that a token sees are for eager calls; None: it sees all, or if causal those up to it.
+    """o of a whole sequence of 16-bit numbers, differentiable once.
 
+    cos and sin are float32. bounds are for eager calls; None: a token sees all keys, or if causal those up to it.
     weights, biases: of the maps of x, in the order of the product's columns; a bias of None is 0, as those of slim
     gates' first maps are. value_scale: W_v. inner_up to outer_bias: the second maps. theta: of beta, 1 without one.
     Raises RuntimeError where its gradient is to be differentiated.
