@@ -25,7 +25,8 @@ LEAST_LOGIT = tl.constexpr(-30.0)
 @triton.jit
 def logits_at(x, at, size, width, row):
     """The logits x of tokens of that width, which lie a row apart."""
-    return tl.load(x + at // width * row + at % width, at < size, other=0.0).to(tl.float32)
+    token = (at // width).to(tl.int64)
+    return tl.load(x + token * row + at % width, at < size, other=0.0).to(tl.float32)
 
 
 @triton.jit
