@@ -82,21 +82,28 @@ def softplus(a):
 
 
 @triton.jit
-def log_1_plus_share(z):
-    """log(1 + z) for 0 <= z <= 1 to float32's rounding, as 2 artanh(z / (2 + z))."""
-    w = z / (2.0 + z)
-    square = w * w
+def artanh_series(square):
+    """artanh(w) / w of w^2 <= 1 / 9, to float32's rounding."""
     series = 1 / 13 + square * (1 / 15)
     series = 1 / 9 + square * (1 / 11 + square * series)
     series = 1 / 5 + square * (1 / 7 + square * series)
-    series = 1.0 + square * (1 / 3 + square * series)
-    return 2.0 * w * series
+    return 1.0 + square * (1 / 3 + square * series)
+
+
+@triton.jit
+def log_1_plus_share(z):
+    """log(1 + z) for 0 <= z <= 1 to float32's rounding, as 2 artanh(z / (2 + z))."""
+    w = z / (2.0 + z)
+    return 2.0 * w * artanh_series(w * w)
 
 
 @triton.jit
 def exact_softplus(a):
-    """log(1 + e^a) to float32's rounding, at any size."""
-    return tl.maximum(a, 0.0) + log_1_plus_share(tl.exp(-tl.abs(a)))
+    """log(1 + e^a) to float32's rounding, at any size, as above with z = e^{-|a|}."""
+    z = tl.exp(-tl.abs(a))
+    w = z / (2.0 + z)
+    series = artanh_series(w * w)
+    return tl.maximum(a, 0.0) + 2.0 * w * series
 
 
 @triton.jit
