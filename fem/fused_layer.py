@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.call import Call
-from fem.gates import SlimProjection
+from fem.gates import SlimProjection, first_map
 from fem.ops.common.backend import exporting, found, plain_map, plain_tensors, transformed, watched
 from fem.ops.common.precision import product_dtype
 from fem.ops.softmax.card_attention import WIDEST
@@ -36,7 +36,7 @@ def fits(layer, call: Call) -> bool:
         return False
     if layer.gate.per_head or product_dtype(x) != DTYPE or exporting() or transformed(x) or not reads(layer, call):
         return False
-    slim = [gate for gate in (layer.gate.inner, layer.gate.outer) if isinstance(gate, SlimProjection)]
+    slim = [gate for gate in layer.gate.maps() if isinstance(gate, SlimProjection)]
     scale = [] if layer.value_scale is None else [layer.value_scale]
     beta = [] if layer.beta is None else [layer.beta]
     parts = [layer.prior, layer.gate, *beta]
@@ -174,7 +174,6 @@ def _tensors(layer, call: Call, features: Tensor) -> tuple:
     values' modulation, and U and b of lambda and of g where their gates are slim; theta; cos and sin."""
     maps, dtype = _first_maps(layer), product_dtype(call.x)
     biases = [projection.bias for projection in maps]
-    biases = None if all(bias is None for bias in biases) else biases
     others = [None if layer.value_scale is None else layer.value_scale.weight]
     for gate in (layer.gate.inner, layer.gate.outer):
         others += [gate.up.weight, gate.up.bias] if isinstance(gate, SlimProjection) else [None, None]
@@ -189,10 +188,8 @@ def available(x: Tensor) -> bool:
 
 def _first_maps(layer) -> list[nn.Module]:
     """The maps that read the layer's features, in the order of the product's columns."""
-    gates = [projection for projection in (layer.gate.inner, layer.gate.outer) if projection is not None]
-    gates = [gate.down if isinstance(gate, SlimProjection) else gate for gate in gates]
     query, key, *decay = layer.prior.maps()
-    return [query, key, layer.value, *gates, *decay]
+    return [query, key, layer.value, *map(first_map, layer.gate.maps()), *decay]
 
 
 @torch.compiler.assume_constant_result

@@ -54,6 +54,11 @@ class SlimProjection(nn.Module):
         return self.up(self.down(features))
 
 
+def first_map(gate: nn.Module) -> nn.Module:
+    """The map of a gate that reads the features."""
+    return gate.down if isinstance(gate, SlimProjection) else gate
+
+
 class TwoLevelGate(nn.Module):
     """o_t = g_t * ((1 - lambda_t) mean_t + lambda_t F_t)                                              (Eq. 10, 11)
 
@@ -79,14 +84,17 @@ class TwoLevelGate(nn.Module):
         width = config.n_head if self.per_head else config.fem_dim
         return Projection(config.n_embd, width, config.bias, config.context_width, start)
 
+    def maps(self) -> list[nn.Module]:
+        """Those of lambda and g that there are."""
+        return [one for one in (self.inner, self.outer) if one is not None]
+
     def ignore_features(self) -> None:
         """Start with lambda = sigmoid(lambda_init) and g = 1 for every token.
 
         The weights start N(0, 1e-7) and not at 0, as DoRA divides by the norms of their rows.
         """
-        for gate in (self.inner, self.outer):
-            if gate is not None:
-                nn.init.normal_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight, std=1e-7)
+        for gate in self.maps():
+            nn.init.normal_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight, std=1e-7)
 
     def forward(self, features: Float[Tensor, "*t f"] | list[Tensor | None], read: Read) -> Float[Tensor, "*t h d"]:
         """o = g ((1 - lambda) mean + lambda F), of the features or of the gates' logits.                (Eq. 11)"""

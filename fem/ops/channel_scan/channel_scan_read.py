@@ -104,7 +104,7 @@ class _ChannelScan(SlabScan):
     name, Inputs = "channel_scan", ChannelInputs
 
     def step(self, memory, x):
-        after = zero_unseen(cell_step(memory, *self._cast(x, upcast)))
+        after = zero_unseen(cell_step(memory, *x))
         return after, after
 
     def exact(self, memory, x):

@@ -62,23 +62,24 @@ def join_maps_kernel(
 
 
 def joined(
-    x: Float[Tensor, "b t f"], weights: Weights, biases: Biases | None, others: Sequence[Tensor | None]
+    x: Float[Tensor, "b t f"], weights: Weights, biases: Biases, others: Sequence[Tensor | None]
 ) -> tuple[Float[Tensor, "c f"], Float[Tensor, " c"] | None, list[Tensor | None]]:
     """W and b of all maps, and the others, in x's dtype; a weight is 0 for those features of x that its map does not
-    read."""
+    read. b is None where no map has one."""
     inputs, rows = x.shape[-1], [len(w) for w in weights]
+    biases = () if all(b is None for b in biases) else biases
     if torch.compiler.is_compiling():  # whose graph fuses these operations
         weight = torch.cat([w if w.shape[1] == inputs else F.pad(w, (0, inputs - w.shape[1])) for w in weights])
         others = [None if y is None else y.to(x.dtype).contiguous() for y in others]
-        if biases is None:
+        if not biases:
             return weight.to(x.dtype), None, others
         biases = [weight.new_zeros(n) if b is None else b for n, b in zip(rows, biases)]
         return weight.to(x.dtype), torch.cat(biases).to(x.dtype), others
 
     uncast = [n for n, y in enumerate(others) if y is not None and y.dtype != x.dtype]
     others = [y if y is None else y.contiguous() for y in others]
-    layout = Layout(len(weights), len(biases or ()), tuple(accumulate(rows)), tuple(w.shape[1] for w in weights))
-    given = *weights, *(biases or ()), *(others[n] for n in uncast)
+    layout = Layout(len(weights), len(biases), tuple(accumulate(rows)), tuple(w.shape[1] for w in weights))
+    given = *weights, *biases, *(others[n] for n in uncast)
     weight, bias, *cast = _Joined.apply(x.detach(), layout, *given)
     for n, y in zip(uncast, cast):
         others[n] = y

@@ -46,8 +46,8 @@ class ScanCall(NamedTuple):
             )
         beta, dtype = upcast(beta).clamp(LEAST_BETA, MOST_BETA), self.dtype(*inputs)
         if widen:
-            wide = [None if x is None else x.to(dtype) for x in inputs]
             first = [next(i for i, y in enumerate(inputs) if y is x) for x in inputs]
+            wide = [x if x is None or i < n else x.to(dtype) for n, (i, x) in enumerate(zip(first, inputs))]
             inputs = [wide[i] for i in first]  # v and f may be one tensor, and stay one
         past, state = one_way(*inputs, beta, self.tokens, self.initial_state, True)
         if self.causal:

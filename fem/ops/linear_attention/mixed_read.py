@@ -33,7 +33,7 @@ EVEN = 8  # numbers of 16 bits: rows of another width are multiplied slowly
 def mixed_read(
     options: Options,
     weights: Weights,
-    biases: Biases | None,
+    biases: Biases,
     x: Float[Tensor, "b t f"],
     value_scale: Float[Tensor, "v c"] | None,
     inner_up: Float[Tensor, "w r"] | None,
@@ -54,7 +54,7 @@ def mixed_read(
     surplus = -sum(map(len, weights)) % EVEN
     if surplus:
         weights = [*weights, weights[0].new_zeros(surplus, weights[0].shape[1])]
-        biases = None if biases is None else [*biases, None]
+        biases = [*biases, None]
     weight, bias, others = joined(x, weights, biases, (value_scale, inner_up, inner_bias, outer_up, outer_bias))
     tensors = (x, weight, bias, *others, theta, cos, sin, opens)
     if torch.compiler.is_compiling():

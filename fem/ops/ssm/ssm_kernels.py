@@ -343,11 +343,10 @@ def _given(inputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], dict[s
     """The inputs as kernels read them, and numbers from one token of v and of f to the next."""
     given, rows = [], {}
     for name, x in zip((*SsmInputs._fields, *Terms._fields), inputs):
-        if name in "vf" and (row := tokens_apart(x)) is not None:
-            rows[f"{name}_row"] = row
-        elif x is not None:
-            x = x.to(torch.int8) if name == "opens" else x.contiguous()
-            rows |= {f"{name}_row": x.shape[2]} if name in "vf" else {}
+        row = tokens_apart(x) if name in ("v", "f") else None
+        x = x if x is None or row is not None else x.contiguous()
+        if name in ("v", "f"):
+            rows[f"{name}_row"] = x.shape[2] if row is None else row
         given.append(x)
     return given, rows
 

@@ -35,7 +35,7 @@ BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thr
 def mixed_read(
     options: Options,
     weights: Sequence[Float[Tensor, "_ _"]],
-    biases: Sequence[Float[Tensor, " _"] | None] | None,
+    biases: Sequence[Float[Tensor, " _"] | None],
     x: Float[Tensor, "b t f"],
     value_scale: Float[Tensor, "v c"] | None,
     inner_up: Float[Tensor, "w r"] | None,
