@@ -85,7 +85,7 @@ def errors(batch: int, time: int, width: int, said: dict) -> dict[str, tuple[flo
 def layer(backend: str, **fields) -> TimeDecayConditioner:
     torch.manual_seed(0)
     conditioner = TimeDecayConditioner(
-        FreeEnergyMixerConfig(n_embd=32, n_head=4, conv_hidden=8, backend=backend, **fields)
+        FreeEnergyMixerConfig(n_embd=136, n_head=4, conv_hidden=8, backend=backend, **fields)
     )
     with torch.no_grad():
         for parameter in conditioner.parameters():
@@ -95,7 +95,7 @@ def layer(backend: str, **fields) -> TimeDecayConditioner:
 
 def differentiated(call, twice: bool = False) -> list[Tensor]:
     """[x, h], the last state and all gradients of a layer with documents and padding; twice: of the first one."""
-    x = torch.randn(2, 37, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    x = (0.5 + torch.randn(2, 37, 136, generator=torch.Generator().manual_seed(1))).requires_grad_()
     mask = torch.arange(37).expand(2, -1) > torch.tensor([[0], [5]])
     ids = torch.arange(37).div(9, rounding_mode="floor").expand(2, -1)
     features, last = call(x, read_tokens((2, 37), x.device, mask, ids)[0])

@@ -3,25 +3,30 @@
 import json
 import sys
 
+import torch
 from ahead_of_time import compiled
 
 from fem.ops.conditioner import conditioner_kernels as kernels
 from fem.ops.conditioner import fused_conditioner as fused
 
 SIXTEEN = ("projected", "weight", "bias", "out", "grad", "d_projected", "x", "normed", "features", "d_features", "d_x")
-WIDE = ("hidden", "summaries", "last", "starts", "d_state", "d_last", "d_hidden", "parts")
-TYPES = dict.fromkeys(SIXTEEN, "*bf16") | dict.fromkeys(WIDE, "*fp32") | {"keep": "*i1", "start": "*i1", "eps": "fp32"}
-NAMES = ("sum_chunks_kernel", "condition_kernel", "condition_backward_kernel", "state_backward_kernel")
-FIRST = ("normalize_kernel", "normalize_backward_kernel")
+SIXTEEN += ("in_weight", "in_bias", "map_weight", "map_bias")
+WIDE = ("hidden", "summaries", "last", "starts", "d_state", "d_last", "d_hidden", "parts", "norm_parts")
+TYPES = dict.fromkeys(SIXTEEN, "*bf16") | dict.fromkeys(WIDE, "*fp32") | {"keep": "*i1", "start": "*i1"}
+TYPES |= {"eps": "fp32", "in_eps": "fp32"}
+NAMES = ("project_kernel", "condition_kernel", "condition_backward_kernel", "state_backward_kernel")
 INPUTS = 1024
 
 
 def kernels_of(width: int) -> dict[str, dict[str, int]]:
-    sizes = fused.ChunkSizes(2, 2048, width)
-    constants = {"root": width**0.5, **sizes.shape, **sizes.ends}
-    found = {name: compiled(getattr(kernels, name), TYPES, constants, fused.WARPS) for name in NAMES}
-    warps = (first := {"width": INPUTS, **fused.input_tile(INPUTS)}).pop("num_warps")
-    return found | {name: compiled(getattr(kernels, name), TYPES, first, warps) for name in FIRST}
+    sizes, sort = fused.ChunkSizes(2, 2048, width), torch.bfloat16
+    usual = {"length": width**0.5, "bends": True, "ALONE": False, **sizes.shape, **sizes.ends}
+    warps, found = usual.pop("num_warps"), {}
+    for name in NAMES:
+        way = fused.BACKWARD if "backward" in name else fused.FORWARD
+        constants = usual | fused.product_sizes(INPUTS, width, sort, *way)
+        found[name] = compiled(getattr(kernels, name), TYPES, constants, warps)
+    return found
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ NO_FRACTION = tl.constexpr(8388608.0)  # 2^23: float32 has no fractions from her
 
 
 @triton.jit
-def dot(left, right, total):
-    """total + left right, in float32."""
+def dot(left, right, total, PRECISION: tl.constexpr = "ieee"):
+    """total + left right, in float32; PRECISION: how numbers of 32 bits are multiplied."""
     if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16
         left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, total, input_precision="ieee")
+    return tl.dot(left, right, total, input_precision=PRECISION)
 
 
 @triton.jit

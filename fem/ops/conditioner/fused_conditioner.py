@@ -15,13 +15,14 @@ from fem.ops.common.tokens import Tokens
 from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 
 _TENSORS = 10  # that the operator takes
-MOST_INPUTS = 8192  # of a token, which a program holds at once
-INPUTS = 4096  # of a tile of tokens: 16 for each of 8 warps' threads
-MOST_CHANNELS = 256  # channels, which a program holds at once
-NUMBERS = 2048  # of a tile in a program's registers: tokens times channels, at most
+MOST_BYTES = 512  # of a token's channels, as they are multiplied: a program holds them at once
+NUMBERS = 2048  # of a tile in a program's registers, tokens times channels, where these leave it 16 tokens
+LEAST = 16  # tokens and channels of a tile: tensor cores multiply no fewer
+FORWARD, BACKWARD = (32, 3), (64, 2)  # inputs that are multiplied at a time at most, and how many such blocks of W are
+BLOCK, SHARED = 8 << 10, 72 << 10  # on their way; their bytes for each of f, u and a, and of all
 PROGRAMS = 1024  # enough for a card: chunks are of more tiles where rows are longer
 FEWEST, MOST = 64, 256  # chunks of a row, each of which adds up what all before it end with
-WARPS = 4  # measured on an H100: 58 us a train step of the four, 87 with 8, 68 with 2
+WARPS = 4  # measured on an H100 before products were part of the kernels: 58 us a train step, 87 with 8, 68 with 2
 
 
 def fits(
@@ -35,18 +36,16 @@ def fits(
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if not (found("triton") and (x.device.type == "cuda" or interpreted)) or backend in ("plain", "reference"):
         return False
+    if torch.version.hip is not None:  # products of float32 are asked for as NVIDIA's tensor cores have them
+        return False
     norms = [norm] if type(norm_in) is nn.Identity else [norm, norm_in]
     if not all(type(one) is nn.LayerNorm and one.bias is not None for one in norms):
         return False
     if not plain_map(project) or any(map(watched, [norm, norm_in])):
         return False
     tensors = [hidden, project.weight, project.bias, *(y for one in norms for y in (one.weight, one.bias))]
-    return (
-        x.shape[-1] <= MOST_INPUTS
-        and project.out_features <= 3 * MOST_CHANNELS
-        and x.numel() > 0
-        and plain_tensors(x, *tensors)
-    )
+    narrow = project.out_features // 3 * product_dtype(x).itemsize <= MOST_BYTES
+    return narrow and x.numel() > 0 and plain_tensors(x, *tensors)
 
 
 def fused_condition(
@@ -72,21 +71,35 @@ class ChunkSizes:
 
     def __init__(self, batch: int, time: int, width: int):
         self.batch, self.time, self.width = batch, time, width
-        columns = 1 << (self.width - 1).bit_length()
-        rows = tile_rows(self.width)
-        every = -(-self.time // rows)
-        self.tiles = -(-every // min(max(PROGRAMS // self.batch, FEWEST), MOST))
+        columns, rows = _columns(width), tile_rows(width)
+        every = -(-time // rows)
+        self.tiles = -(-every // min(max(PROGRAMS // batch, FEWEST), MOST))
         self.chunks = -(-every // self.tiles)
-        self.grid = (self.batch * self.chunks,)
-        self.count = (self.time, self.chunks, self.tiles)
-        rows = rows if self.time > 16 else min(rows, 16)
-        self.shape = {"width": self.width, "TIME": rows, "COLUMNS": columns, "num_warps": WARPS}
-        self.ends = {"CHUNKS": min(64, NUMBERS // columns)}  # whose ends are loaded at a time
+        self.grid = (batch * self.chunks,)
+        self.count = (time, self.chunks, self.tiles)
+        rows = rows if time > LEAST else LEAST
+        warps = WARPS if columns <= 64 else 2 * WARPS
+        self.shape = {"width": width, "TIME": rows, "COLUMNS": columns, "num_warps": warps}
+        self.ends = {"CHUNKS": max(1, min(64, NUMBERS // columns))}  # whose ends are loaded at a time
+
+
+def _columns(width: int) -> int:
+    return max(LEAST, 1 << (width - 1).bit_length())
 
 
 def tile_rows(width: int) -> int:
     """Tokens of a tile."""
-    return min(64, max(8, NUMBERS >> (width - 1).bit_length()))
+    return min(32, max(LEAST, NUMBERS // _columns(width)))
+
+
+def product_sizes(inputs: int, width: int, dtype: torch.dtype, step: int, stages: int) -> dict[str, int | str]:
+    """How many inputs are multiplied at a time, how many such blocks of W are on their way, and how."""
+    row, precision = _columns(width) * dtype.itemsize, "ieee"
+    step = max(LEAST, min(step, BLOCK // row))
+    if dtype == torch.float32:
+        precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+    stages = max(1, min(stages, SHARED // (3 * step * row)))
+    return {"inputs": inputs, "STEP": step, "STAGES": stages, "PRECISION": precision}
 
 
 def _forward(
@@ -95,22 +108,23 @@ def _forward(
     """[x, h], the last state; and what the backward needs, x^, [f, u, a] and the state at the start of every tile."""
     from fem.ops.conditioner import conditioner_kernels as kernels
 
-    x, hidden, keep, start = _contiguous(x, hidden, keep, start)
+    x, map_weight, map_bias, hidden, keep, start = _contiguous(x, map_weight, map_bias, hidden, keep, start)
     inputs, sizes = x.shape[2], ChunkSizes(*x.shape[:2], len(weight))
     features, last, normed, starts = _outputs(x, len(weight), dtype)
+    projected = normed.new_empty(*x.shape[:2], 3 * sizes.width)
+    summaries = last.new_empty(sizes.batch, sizes.chunks, 2, sizes.width)
+    row, form = features.shape[2], {"length": length, "bends": bends}
     with on(x.device):
-        rows, tile = x.shape[0] * x.shape[1], input_tile(inputs)
-        kernels.normalize_kernel[(-(-rows // tile["ROWS"]),)](
-            x, in_weight, in_bias, normed, features, rows, features.shape[2], in_eps, width=inputs, **tile
-        )
-        projected = F.linear(normed, map_weight, None if map_bias is None else map_bias.to(dtype))
-        summaries = last.new_empty(sizes.batch, sizes.chunks, 2, sizes.width)
-        if sizes.chunks > 1:
-            kernels.sum_chunks_kernel[sizes.grid](projected, keep, start, summaries, *sizes.count, **sizes.shape)
-        kernels.condition_kernel[sizes.grid](
-            projected, weight, bias, keep, start, hidden, summaries, features[..., inputs:], last, starts,
-            *sizes.count, features.shape[2], eps, length=length, bends=bends, **sizes.ends, **sizes.shape,
+        kernels.project_kernel[sizes.grid](
+            x, in_weight, in_bias, map_weight, map_bias, weight, bias, keep, start, hidden, features, normed, projected,
+            summaries, last, starts, *sizes.count, row, in_eps, eps, ALONE=sizes.chunks * sizes.tiles == 1, **form,
+            **product_sizes(inputs, sizes.width, dtype, *FORWARD), **sizes.shape,
         )  # fmt: skip
+        if sizes.chunks > 1:
+            kernels.condition_kernel[sizes.grid](
+                projected, weight, bias, keep, start, hidden, summaries, features[..., inputs:], last, starts,
+                *sizes.count, row, eps, **form, **sizes.ends, **sizes.shape,
+            )  # fmt: skip
     return features, last, normed, projected, starts
 
 
@@ -128,40 +142,30 @@ def _backward(
 ):  # fmt: skip
     """Gradients of x, of the map's weight, of the state before the first token, and side by side of the small ones:
     weight and bias, the map's bias, and the first norm's weight and bias."""
-    from fem.ops.common.part_kernels import summed
+    from fem.ops.common.part_kernels import sum_all
     from fem.ops.conditioner import conditioner_kernels as kernels
 
-    grad, x, keep, start, d_last = _contiguous(grad, x, keep, start, d_last)
+    grad, x, map_weight, keep, start, d_last = _contiguous(grad, x, map_weight, keep, start, d_last)
     inputs, sizes = x.shape[2], ChunkSizes(*x.shape[:2], len(weight))
-    rows, programs, row, tile = x.shape[0] * x.shape[1], sizes.grid[0], grad.shape[2], input_tile(inputs)
+    programs, row, width = sizes.grid[0], grad.shape[2], sizes.width
     d_projected, d_x = torch.empty_like(projected), torch.empty_like(x)
-    d_state = starts.new_empty(*x.shape[:2], sizes.width)
-    d_hidden = starts.new_empty(sizes.batch, sizes.width)
-    summaries = starts.new_empty(programs, 2, sizes.width)
-    parts = starts.new_empty(programs, 5 * sizes.width + (0 if in_weight is None else 2 * inputs))
+    d_state, d_hidden = starts.new_empty(*x.shape[:2], width), starts.new_empty(sizes.batch, width)
+    summaries, parts = starts.new_empty(programs, 2, width), starts.new_empty(programs, 5 * width)
+    norm_parts = None if in_weight is None else starts.new_empty(programs * sizes.tiles, 2 * inputs)
+    small = weight.new_empty(5 * width + (0 if in_weight is None else 2 * inputs))
+    sums = [(parts, small[: 5 * width])] + ([] if in_weight is None else [(norm_parts, small[5 * width :])])
     with on(x.device):
         kernels.condition_backward_kernel[sizes.grid](
             grad[..., inputs:], projected, weight, bias, keep, start, starts, d_state, d_projected, summaries, parts,
-            *sizes.count, row, parts.shape[1], eps, length=length, bends=bends, **sizes.shape,
+            *sizes.count, row, 5 * width, eps, length=length, bends=bends, **sizes.shape,
         )  # fmt: skip
         kernels.state_backward_kernel[sizes.grid](
-            projected, keep, start, starts, d_state, d_last, summaries, d_projected, d_hidden, parts, *sizes.count,
-            parts.shape[1], **sizes.ends, **sizes.shape,
+            projected, keep, start, starts, d_state, d_last, summaries, d_projected, d_hidden, parts, x, in_weight,
+            map_weight, grad, d_x, norm_parts, *sizes.count, 5 * width, row, in_eps, **sizes.ends, **sizes.shape,
+            **product_sizes(inputs, width, normed.dtype, *BACKWARD),
         )  # fmt: skip
-        flat = d_projected.flatten(0, 1)
-        d_normed = flat @ map_weight
-        kernels.normalize_backward_kernel[sizes.grid](
-            d_normed, grad, x, in_weight, d_x, parts[:, 5 * sizes.width :], rows, -(-rows // (programs * tile["ROWS"])),
-            row, parts.shape[1], in_eps, width=inputs, **tile,
-        )  # fmt: skip
-        small = summed(parts, weight.dtype)
-    return d_x, flat.T @ normed.flatten(0, 1), d_hidden, small
-
-
-def input_tile(inputs: int) -> dict[str, int]:
-    """The tokens that a program reads at once, of so many inputs."""
-    columns = 1 << (inputs - 1).bit_length()
-    return {"ROWS": max(1, min(4, INPUTS // columns)), "COLUMNS": columns, "num_warps": 8 if columns > 512 else 4}
+        sum_all(sums)
+    return d_x, d_projected.flatten(0, 1).T @ normed.flatten(0, 1), d_hidden, small
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
