@@ -1,7 +1,7 @@
 """The channel scan on a card: one Triton kernel forward and one backward, token after token, in logarithms.
 
 The equations are those of `merge_kernels`: a channel is a cell, and no value is read on the host. A program has BLOCK
-channels of a row. Tensors are (B, T, C); v or f may have no channel.
+channels of a row. Tensors are (B, T, C); v or f may have no channel. Tokens of a, v and f lie `*_row` numbers apart.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import on
 from fem.ops.common.cells import by_prefixes
+from fem.ops.common.joined import by_tokens
 from fem.ops.common.merge_kernels import (
     LOG_ZERO,
     NO_WEIGHT,
@@ -34,23 +35,26 @@ Rows = Float[Tensor, "b t c"]
 
 
 @triton.jit
-def loaded(score, a, v, f, at, live, HAS_A: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr):
+def loaded(
+    score, a, v, f, token, column, live, a_row, v_row, f_row, HAS_A: tl.constexpr, HAS_V: tl.constexpr,
+    HAS_F: tl.constexpr,
+):  # fmt: skip
     """x, a, v and f of a token; 0 of what is not there."""
     none = tl.zeros(live.shape, tl.float32)
     fall, value, energy = none, none, none
     if HAS_A:
-        fall = tl.load(a + at, live, other=0.0).to(tl.float32)
+        fall = tl.load(a + token * a_row + column, live, other=0.0).to(tl.float32)
     if HAS_V:
-        value = tl.load(v + at, live, other=0.0).to(tl.float32)
+        value = tl.load(v + token * v_row + column, live, other=0.0).to(tl.float32)
     if HAS_F:
-        energy = tl.load(f + at, live, other=0.0).to(tl.float32)
+        energy = tl.load(f + token * f_row + column, live, other=0.0).to(tl.float32)
     return tl.maximum(tl.load(score, live, other=LOG_ZERO).to(tl.float32), LOG_ZERO), fall, value, energy
 
 
 @triton.jit
 def channel_kernel(
     x, a, v, f, beta, first_weight, first_mean, first_free, weights, means, frees, T, C, x_row, x_token, x_channel,
-    HAS_A: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr, BLOCK: tl.constexpr,
+    a_row, v_row, f_row, HAS_A: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """L, mean and F after every token, of the memory before the first. The next token is loaded before this one is
     used."""
@@ -66,12 +70,14 @@ def channel_kernel(
         free, rate = tl.load(first_free + start, live, other=0.0), tl.load(beta + column, live, other=1.0)
     score = x + row * x_row + column * x_channel
     base = row * T * C + column
-    next_x, next_a, next_v, next_f = loaded(score, a, v, f, base, live, HAS_A, HAS_V, HAS_F)
+    next_x, next_a, next_v, next_f = loaded(
+        score, a, v, f, row * T, column, live, a_row, v_row, f_row, HAS_A, HAS_V, HAS_F
+    )
     for t in range(T):
         own, fall, value, energy = next_x, next_a, next_v, next_f
         ahead = tl.minimum(t + 1, T - 1).to(tl.int64)  # tl.minimum: the interpreter counts in numbers of Python
         next_x, next_a, next_v, next_f = loaded(
-            score + ahead * x_token, a, v, f, base + ahead * C, live, HAS_A, HAS_V, HAS_F
+            score + ahead * x_token, a, v, f, row * T + ahead, column, live, a_row, v_row, f_row, HAS_A, HAS_V, HAS_F
         )
         at = base + tl.maximum(t, 0).to(tl.int64) * C
         if HAS_A:
@@ -91,7 +97,7 @@ def channel_kernel(
 def channel_backward_kernel(
     x, a, v, f, beta, first_weight, first_mean, first_free, weights, means, frees, d_weights, d_means, d_frees,
     d_x, d_a, d_v, d_f, d_beta, d_first_weight, d_first_mean, d_first_free, T, C, x_row, x_token, x_channel,
-    HAS_A: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr, BLOCK: tl.constexpr,
+    a_row, v_row, f_row, HAS_A: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients, from the last token to the first. d_beta has a part for each row."""
     row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -111,8 +117,10 @@ def channel_backward_kernel(
         t = T - 1 - j
         inside = tl.minimum(t, 1) * C  # the memory that came in stands before the first token
         earlier, entered = column < inside, live & (column >= inside)
-        place = score + tl.maximum(t, 0).to(tl.int64) * x_token
-        own, fall, value, energy = loaded(place, a, v, f, at, live, HAS_A, HAS_V, HAS_F)
+        token = tl.maximum(t, 0).to(tl.int64)
+        own, fall, value, energy = loaded(
+            score + token * x_token, a, v, f, row * T + token, column, live, a_row, v_row, f_row, HAS_A, HAS_V, HAS_F
+        )
         w += tl.load(d_weights + at, live, other=0.0)
         weight_before = tl.load(weights + at - C, earlier, other=0.0)
         weight_before += tl.load(first_weight + start, entered, other=0.0)
@@ -161,12 +169,12 @@ _INPUTS = "Tensor x, Tensor? a, Tensor v, Tensor f, Tensor beta, Tensor log_weig
 
 @operator(f"channel_read({_INPUTS}) -> Tensor[]", waits=False)
 def _channel_read(*inputs):
-    x, *others = inputs  # only x may be one number for all tokens
-    a, v, f, beta, *memory = (None if part is None else part.contiguous() for part in others)
+    x, a, v, f, *others = inputs
+    beta, *memory = (part.contiguous() for part in others)
     out = [beta.new_empty(*x.shape[:2], part.shape[-1]) for part in (x, v, f)]
-    grid, sizes, flags = _launch(x, a, v, f)
+    grid, given, sizes, flags = _launch(x, a, v, f)
     with on(x.device):
-        channel_kernel[grid](x, x if a is None else a, v, f, beta, *memory, *out, *sizes, **flags)
+        channel_kernel[grid](*given, beta, *memory, *out, *sizes, **flags)
     return out
 
 
@@ -177,15 +185,13 @@ def _(x, a, v, f, beta, *memory):
 
 @operator(f"channel_read_backward({_INPUTS}, Tensor[] out, Tensor?[] grads) -> Tensor[]", waits=False)
 def _channel_backward(*inputs):
-    x, *others, out, grads = inputs
-    a, v, f, beta, *memory = (None if part is None else part.contiguous() for part in others)
+    x, a, v, f, *others, out, grads = inputs
+    beta, *memory = (part.contiguous() for part in others)
     grads = [torch.zeros_like(y) if d is None else d.contiguous() for d, y in zip(grads, out)]
     found = [part.new_empty(part.shape) for part in (x, x, v, f, beta.expand(len(x), -1), *memory)]
-    grid, sizes, flags = _launch(x, a, v, f)
+    grid, given, sizes, flags = _launch(x, a, v, f)
     with on(x.device):
-        channel_backward_kernel[grid](
-            x, x if a is None else a, v, f, beta, *memory, *out, *grads, *found, *sizes, **flags
-        )  # fmt: skip
+        channel_backward_kernel[grid](*given, beta, *memory, *out, *grads, *found, *sizes, **flags)
     found[4] = found[4].sum(0)
     return found
 
@@ -195,10 +201,12 @@ def _(x, a, v, f, beta, *others):
     return [part.new_empty(part.shape) for part in (x, x, v, f, beta, *others[:3])]
 
 
-def _launch(x: Tensor, a: Tensor | None, v: Tensor, f: Tensor) -> tuple[tuple[int, int], tuple[int, ...], dict]:
-    """The grid, the sizes and the flags of either kernel."""
+def _launch(x: Tensor, a: Tensor | None, v: Tensor, f: Tensor) -> tuple[tuple[int, int], list[Tensor], list[int], dict]:
+    """Of either kernel the grid, x, a, v and f, sizes and flags. Only x may be one number for all tokens."""
     flags = {"HAS_A": a is not None, "HAS_V": v.shape[-1] > 0, "HAS_F": f.shape[-1] > 0, "BLOCK": BLOCK, "num_warps": 1}
-    return (triton.cdiv(x.shape[2], BLOCK), len(x)), (*x.shape[1:], *x.stride()), flags
+    (v, v_row), (f, f_row), (a, a_row) = by_tokens(v), by_tokens(f), (x, 0) if a is None else by_tokens(a)
+    sizes = [*x.shape[1:], *x.stride(), a_row, v_row, f_row]
+    return (triton.cdiv(x.shape[2], BLOCK), len(x)), [x, a, v, f], sizes, flags
 
 
 def _save(ctx, inputs, output):

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fem.ops.common.backend import differentiated, on
-from fem.ops.common.joined import tokens_apart
+from fem.ops.common.joined import by_tokens
 from fem.ops.common.merge_kernels import (
     LOG_ZERO,
     NO_WEIGHT,
@@ -341,14 +341,11 @@ def _launch(x: SsmInputs) -> tuple[tuple[int, int], dict]:
 
 def _given(inputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], dict[str, int]]:
     """The inputs as kernels read them, and numbers from one token of v and of f to the next."""
-    given, rows = [], {}
-    for name, x in zip((*SsmInputs._fields, *Terms._fields), inputs):
-        row = tokens_apart(x) if name in ("v", "f") else None
-        x = x if x is None or row is not None else x.contiguous()
-        if name in ("v", "f"):
-            rows[f"{name}_row"] = x.shape[2] if row is None else row
-        given.append(x)
-    return given, rows
+    x = SsmInputs(*inputs[:-3])
+    (v, v_row), (f, f_row) = by_tokens(x.v), by_tokens(x.f)
+    x = x._replace(v=None, f=None)
+    others = [None if part is None else part.contiguous() for part in (*x, *inputs[-3:])]
+    return [*SsmInputs(*others[:-3])._replace(v=v, f=f), *others[-3:]], {"v_row": v_row, "f_row": f_row}
 
 
 @operator(f"ssm_read({_INPUTS}, int chunk) -> Tensor[]", waits=False)
