@@ -202,13 +202,13 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
     return tokenizer
 
 
-def write_tokens(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def write_tokens(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast, source: dict, folder: Path) -> None:
     """Write the ids of all local documents to `folder`, or of as many of the hub's as the recipe reads, each with an
-    end token. A call that was cut off is continued by the next; a note says every ten seconds how far it is.
+    end token. A call that was cut off is continued by the next of the same `source`, their `identity`; a note says
+    every ten seconds how far it is.
 
     tokens.bin: ids, uint32; ends.bin: where documents end, int64. Raises ValueError where no document has a token.
     """
-    source = identity(recipe, tokenizer)
     if folder.exists() and read_json(folder / SOURCE) == source:
         return
     staging = folder.with_name(f".{folder.name}")

@@ -123,7 +123,7 @@ def prepare(recipe: TrainRecipe, output: Path, resume: bool, held: ExitStack) ->
             raise ValueError(f"{told}; give another --output.")
         config["data"] = source
         write_json(output / CONFIG, config | circumstances())
-        write_tokens(recipe, tokenizer, output / TOKENS)
+        write_tokens(recipe, tokenizer, source, output / TOKENS)
         load_rows(recipe, output)  # raises where there are too few
     except ValueError:
         if new:

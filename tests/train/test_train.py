@@ -199,7 +199,8 @@ def triples(row):
 
 @pytest.mark.parametrize("context", [1, 7, 24])
 def test_rows_are_the_documents_one_behind_the_other(data, tokenizer, tmp_path, context):
-    lm_data.write_tokens(tiny(data), tokenizer, tmp_path / "tokens")
+    source = lm_data.identity(tiny(data), tokenizer)
+    lm_data.write_tokens(tiny(data), tokenizer, source, tmp_path / "tokens")
     rows = lm_data.Rows(tmp_path / "tokens", context)
     assert [triples(rows[index]) for index in range(len(rows))] == expected_rows(
         texts_of(tiny(data)), tokenizer, context
