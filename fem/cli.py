@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 import sys
@@ -27,8 +26,6 @@ except ModuleNotFoundError as error:
 RESEARCH = "the paper's experiments are commands of a package of their own: pip install ./research in your copy"
 
 TERMINATED = 128 + signal.SIGTERM  # the exit status of a shell
-
-UsageError = typer.BadParameter.__base__  # typer raises it for unknown options and commands, too
 
 
 @cache
@@ -111,9 +108,7 @@ def main() -> None:
     """Run a command. An error of the user's making is one sentence on standard error and exit status 2."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TERMINATED))
     try:
-        sys.exit(app(standalone_mode=not _under_torchrun()))
-    except UsageError as error:
-        sys.exit(_say(error.format_message()))
+        app()
     except ModuleNotFoundError as error:
         sys.exit(_say(missing_package(error)))
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -123,20 +118,9 @@ def main() -> None:
 
 
 def _say(sentence: str) -> int:
-    """Print an error, which all of torchrun's processes meet, once."""
-    if _under_torchrun():
-        from torch.distributed import TCPStore
-
-        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        if store.add(f"fem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/error", 1) > 1:
-            return 2
+    """Print an error; the exit status of the user's mistakes."""
     print(f"error: {sentence}", file=sys.stderr)
     return 2
-
-
-def _under_torchrun() -> bool:
-    """True if this is one of several processes that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "TORCHELASTIC_RUN_ID" in os.environ
 
 
 if __name__ == "__main__":

@@ -20,15 +20,8 @@ from fem.provenance import CONFIG, check_output, hardware, now, provenance, vers
 from fem.recipes import listed, require_some_of
 from fem.tables import markdown_table
 
+KERNELS = ("triton", "fla-core", "mamba-ssm")  # packages by which scans are read
 LIMIT = 1200  # seconds that a step may take: first calls compile, and flash-linear-attention's kernels tune themselves
-
-
-def software(device: torch.device) -> Iterator[dict]:
-    """Versions, of the packages whose kernels scans are read by, too."""
-    for name, version in versions().items():
-        yield {"part": name, "found": version, "result": "ok"}
-    for name in ("triton", "fla-core", "mamba-ssm"):
-        yield {"part": name, "found": installed(name) or "missing", "result": "ok"}
 
 
 def steps() -> dict[str, Callable[[torch.device], Iterator[dict]]]:
@@ -36,7 +29,6 @@ def steps() -> dict[str, Callable[[torch.device], Iterator[dict]]]:
     from fem.doctor import checks
 
     return {
-        "software": software,
         **{prior: partial(checks.scans, prior=prior) for prior in PRIORS if prior != "softmax"},
         "softmax": checks.softmax,
         "layers": checks.layers,
@@ -53,7 +45,8 @@ def examine(output: Path, only: str | None = None) -> dict:
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / CONFIG, {"experiment": "doctor"})
     outcomes: dict = {}
-    results = {"device": device, "hardware": hardware(), "versions": versions(), "date": now(), "steps": outcomes}
+    found = versions() | {name: installed(name) or "missing" for name in KERNELS}
+    results = {"device": device, "hardware": hardware(), "versions": found, "date": now(), "steps": outcomes}
     print(f"{len(names)} steps side by side, at most {LIMIT} s each")
     pool = ThreadPoolExecutor(os.cpu_count())
     ends = {pool.submit(_in_a_process, name, device, output / f"{name}.jsonl"): name for name in names}
@@ -98,7 +91,8 @@ def verdict(device: str, outcomes: dict) -> str:
 
 
 def page(results: dict) -> str:
-    parts = [f"# fem doctor --gpu\n\n{results['verdict']}\n"]
+    kernels = ", ".join(f"{name} {results['versions'][name]}" for name in KERNELS)
+    parts = [f"# fem doctor --gpu\n\n{results['verdict']} Kernels of scans: {kernels}.\n"]
     for name, step in results["steps"].items():
         parts.append(f"## {name}\n\nEnded: {step['ended']}, after {step['seconds']} s.\n")
         columns = list(dict.fromkeys(column for row in step["rows"] for column in row))
