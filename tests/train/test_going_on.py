@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import product
 from pkgutil import resolve_name
 
 import pytest
@@ -245,14 +246,18 @@ def test_moved_data_go_on_and_changed_data_are_refused(cut, whole, data, tmp_pat
     assert_same_run(cut, whole, 12)
 
 
-def test_a_checkpoint_that_is_cut_off_is_named_and_the_one_before_goes_on(cut, whole, data):
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth"):
+def test_a_checkpoint_without_a_whole_file_is_named_and_the_one_before_goes_on(cut, whole, data):
+    files = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth")
+    for name, damage in product(files, ("cut off", "removed")):
         path = cut / "checkpoint-10" / name
         content = path.read_bytes()
-        path.write_bytes(content[: len(content) // 2])
+        if damage == "removed":
+            path.unlink()
+        else:
+            path.write_bytes(content[: len(content) // 2])
         with pytest.raises(ValueError, match=r"checkpoint-10' cannot be read, remove it to go on") as told:
             train.run(tiny(data), cut, resume=True)
-        assert "\n" not in str(told.value), name
+        assert "\n" not in str(told.value), (name, damage)
         path.write_bytes(content)
     shutil.rmtree(cut / "checkpoint-10")
     train.run(tiny(data), cut, resume=True)
