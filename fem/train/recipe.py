@@ -119,7 +119,6 @@ def paper(size: str, tokens: float) -> TrainRecipe:
         dtype="bfloat16",
         validation_rows=0,
         save_steps=1000,
-        seed=42,
     )
 
 
