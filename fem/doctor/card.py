@@ -49,7 +49,7 @@ def examine(output: Path, only: str | None = None) -> dict:
     results = {"device": device, "hardware": hardware(), "versions": found, "date": now(), "steps": outcomes}
     print(f"{len(names)} steps side by side, at most {LIMIT} s each")
     pool = ThreadPoolExecutor(os.cpu_count())
-    ends = {pool.submit(_in_a_process, name, device, output / f"{name}.jsonl"): name for name in names}
+    ends = {pool.submit(_in_a_process, name, device): name for name in names}
     try:
         for end in as_completed(ends):
             name = ends[end]
@@ -63,19 +63,17 @@ def examine(output: Path, only: str | None = None) -> dict:
     return results
 
 
-def _in_a_process(name: str, device: str, path: Path) -> dict:
-    """Run one step: what it found before it ended, and how it ended."""
-    path.unlink(missing_ok=True)
+def _in_a_process(name: str, device: str) -> dict:
+    """Run one step: what it found before it ended, a line each, and how it ended."""
     started = time.monotonic()
     try:
-        command = [sys.executable, "-W", "ignore", "-m", __name__, name, device, str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-        errors = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        ended = "ok" if done.returncode == 0 else errors[-1]
-    except subprocess.TimeoutExpired:
-        ended = f"stopped after {LIMIT} s"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    path.unlink(missing_ok=True)
+        command = [sys.executable, "-W", "ignore", "-m", __name__, name, device]
+        done = subprocess.run(command, capture_output=True, timeout=LIMIT)
+        errors = done.stderr.decode(errors="replace").strip().splitlines() or [f"status {done.returncode}"]
+        found, ended = done.stdout, "ok" if done.returncode == 0 else errors[-1]
+    except subprocess.TimeoutExpired as stopped:
+        found, ended = stopped.stdout or b"", f"stopped after {LIMIT} s"
+    rows = [json.loads(line) for line in found.splitlines() if line.startswith(b'{"check"')]
     return {"ended": ended, "seconds": round(time.monotonic() - started, 1), "rows": rows}
 
 
@@ -101,8 +99,7 @@ def page(results: dict) -> str:
 
 
 if __name__ == "__main__":
-    name, device, path = sys.argv[1:]
+    name, device = sys.argv[1:]
     torch.set_num_threads(1)
-    with open(path, "w", encoding="utf-8") as file:
-        for row in steps()[name](torch.device(device)):
-            print(json.dumps(row), file=file, flush=True)
+    for row in steps()[name](torch.device(device)):
+        print(json.dumps(row), flush=True)

@@ -166,8 +166,8 @@ def layers(device: torch.device) -> Iterator[Row]:
             if device.type == "cuda" or run is _fused:
                 yield outcome(what, partial(run, *_layer_in_bfloat16(config, device, "spikes" in name)), layer=name)
         if config.causal:
-            built = _layer_in_bfloat16(config, device, "spikes" in name)
-            yield outcome("token by token", partial(_token_by_token, *built), layer=name)
+            made = _layer_in_bfloat16(config, device, "spikes" in name)
+            yield outcome("token by token", partial(_token_by_token, *made), layer=name)
 
 
 def _layer_in_bfloat16(config, device, spikes: bool) -> tuple[FreeEnergyMixer, Tensor]:
