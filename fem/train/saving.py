@@ -12,7 +12,7 @@ from transformers import PrinterCallback, Trainer, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from fem.optim import decayed_names
-from fem.train.checkpoints import KEPT, checkpoints, newest, not_finite, publish, readable
+from fem.train.checkpoints import KEPT, checkpoints, newest, not_finite, readable
 
 
 class NotFinite(ValueError):
@@ -62,7 +62,7 @@ class SavingTrainer(Trainer):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.args.process_index == 0:
-                publish(staging / name, self.output / name)
+                (staging / name).replace(self.output / name)
                 for old in checkpoints(self.output)[: -self.keep]:
                     shutil.rmtree(old)
             self.accelerator.wait_for_everyone()
