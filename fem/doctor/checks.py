@@ -100,8 +100,8 @@ def softmax(device: torch.device) -> Iterator[Row]:
         plain = [(time, widths[(number + index) % len(widths)], "plain") for index, time in enumerate(lengths)]
         others = [(several, widths[0], what) for what in ("window", "documents", "mask", "bias", "spike")]
         for time, width, what in [*plain, (129, 208 if gpu else widths[0], "grouped"), *others]:
-            yield outcome(f"softmax {what}", lambda s=(dtype, time, width, what): _softmax(device, *s),
-                          dtype=str(dtype)[6:], tokens=time, width=width)  # fmt: skip
+            run = partial(_softmax, device, dtype, time, width, what)
+            yield outcome(f"softmax {what}", run, dtype=str(dtype)[6:], tokens=time, width=width)
 
 
 def _softmax(device, dtype, time: int, width: int, what: str) -> str | None:
