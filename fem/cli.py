@@ -7,7 +7,6 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from difflib import get_close_matches
 from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -23,9 +22,9 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: {missing_package(error)}")
 
-RESEARCH = "the paper's experiments are commands of a package of their own: pip install ./research in your copy"
-
+RESEARCH = "The paper's experiments are commands of a package of their own: pip install ./research in your copy."
 TERMINATED = 128 + signal.SIGTERM  # the exit status of a shell
+UsageError = typer.BadParameter.__base__  # typer raises it for unknown commands
 
 
 @cache
@@ -38,25 +37,19 @@ def commands() -> dict[str, ModuleType]:
 class Commands(TyperGroup):
     """Commands whose modules are imported only when they are called, so that `fem --help` answers at once."""
 
-    def list_commands(self, context) -> list[str]:
-        return list(commands())
-
-    def get_command(self, context, name: str) -> TyperCommand | None:
-        if name not in commands():
-            return None
-        package = commands()[name]
-        panel = "Use a model" if package.__name__ == "fem.commands" else "Run experiments"
-        return TyperCommand(name, help=package.HELP[name], rich_help_panel=panel)
+    def __init__(self, **options):
+        super().__init__(**options)
+        for name, package in commands().items():
+            panel = "Use a model" if package.__name__ == "fem.commands" else "Run experiments"
+            self.commands[name] = TyperCommand(name, help=package.HELP[name], rich_help_panel=panel)
 
     def resolve_command(self, context, args: list[str]):
-        name, *rest = args
-        known = commands()
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(known)}."
+        try:
+            name, _, rest = super().resolve_command(context, args)
+        except UsageError as error:
             if not entry_points(group="fem.commands"):
-                hint = f"{hint.rstrip('.')}; {RESEARCH}."
-            context.fail(f"there is no command {name!r}; {hint}")
+                error.message += f" {RESEARCH}"
+            raise
         return name, load(name), rest
 
 

@@ -44,8 +44,8 @@ class SavingTrainer(Trainer):
         with readable(repr(str(checkpoint)), "remove it to go on from the one before it"):
             state = TrainerState.load_from_json(checkpoint / TRAINER_STATE_NAME)
             self._load_from_checkpoint(str(checkpoint))
-            random = list(checkpoint.glob("rng_state*.pth")) or [checkpoint / "rng_state.pth"]
-            for file in (checkpoint / OPTIMIZER_NAME, checkpoint / SCHEDULER_NAME, *random):
+            randomness = list(checkpoint.glob("rng_state*.pth")) or [checkpoint / "rng_state.pth"]
+            for file in (checkpoint / OPTIMIZER_NAME, checkpoint / SCHEDULER_NAME, *randomness):
                 ZipFile(file).close()  # as torch saves; the Trainer would begin anew in the place of one that is gone
         if state.global_step < self.args.max_steps:
             self.train(resume_from_checkpoint=str(checkpoint))
