@@ -156,7 +156,7 @@ def fit(recipe: TrainRecipe, output: Path, args: TrainingArguments) -> dict | Pa
         eval_dataset=validation or None,
         processing_class=as_trained(tokenizer),
         data_collator=default_data_collator,
-        callbacks=[GoOn(), stop, metrics, *curves(output)],
+        callbacks=[GoOn(), stop, metrics, *curves(output, args)],
     )
     with stop:
         log = trainer.go_on()
@@ -172,13 +172,13 @@ def fit(recipe: TrainRecipe, output: Path, args: TrainingArguments) -> dict | Pa
     return results
 
 
-def curves(output: Path) -> list[TensorBoardCallback]:
+def curves(output: Path, args: TrainingArguments) -> list[TensorBoardCallback]:
     """TensorBoard's files, where it is installed."""
-    if not find_spec("tensorboard"):
+    if args.process_index != 0 or not find_spec("tensorboard"):
         return []
-    board = TensorBoardCallback()
-    board.logging_dir = str(output / "tensorboard")
-    return [board]
+    from torch.utils.tensorboard import SummaryWriter
+
+    return [TensorBoardCallback(SummaryWriter(output / "tensorboard"))]
 
 
 def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
