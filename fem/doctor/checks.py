@@ -133,12 +133,7 @@ def _softmax(device, dtype, time: int, width: int, what: str) -> str | None:
     if not torch.equal(got[1], again[1]):
         return "the free energies of two runs differ"
     limit = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 4e-2}[dtype]
-    names = ("mean", "free energy", *(f"gradient of {name}" for name in inputs))
-    for name, one, other in zip(names, got, run("cpu", True, "plain")):
-        error = ((one.double().cpu() - other).norm() / other.norm().clamp_min(1.0)).item()  # of one token dq is 0
-        if not error <= limit:
-            return f"{name} is off by {error:.2g} of its norm"
-    return None
+    return apart(got, run("cpu", True, "plain"), limit, least=1.0)  # of one token dq is 0
 
 
 FUSED = {
