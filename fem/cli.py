@@ -4,11 +4,9 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 import sys
-from difflib import get_close_matches
 from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -24,11 +22,9 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: {missing_package(error)}")
 
-RESEARCH = "the paper's experiments are commands of a package of their own: pip install ./research in your copy"
-
+RESEARCH = "The paper's experiments are commands of a package of their own: pip install ./research in your copy."
 TERMINATED = 128 + signal.SIGTERM  # the exit status of a shell
-
-UsageError = typer.BadParameter.__base__  # typer raises it for unknown options and commands, too
+UsageError = typer.BadParameter.__base__  # typer raises it for unknown commands
 
 
 @cache
@@ -41,25 +37,19 @@ def commands() -> dict[str, ModuleType]:
 class Commands(TyperGroup):
     """Commands whose modules are imported only when they are called, so that `fem --help` answers at once."""
 
-    def list_commands(self, context) -> list[str]:
-        return list(commands())
-
-    def get_command(self, context, name: str) -> TyperCommand | None:
-        if name not in commands():
-            return None
-        package = commands()[name]
-        panel = "Use a model" if package.__name__ == "fem.commands" else "Run experiments"
-        return TyperCommand(name, help=package.HELP[name], rich_help_panel=panel)
+    def __init__(self, **options):
+        super().__init__(**options)
+        for name, package in commands().items():
+            panel = "Use a model" if package.__name__ == "fem.commands" else "Run experiments"
+            self.commands[name] = TyperCommand(name, help=package.HELP[name], rich_help_panel=panel)
 
     def resolve_command(self, context, args: list[str]):
-        name, *rest = args
-        known = commands()
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(known)}."
+        try:
+            name, _, rest = super().resolve_command(context, args)
+        except UsageError as error:
             if not entry_points(group="fem.commands"):
-                hint = f"{hint.rstrip('.')}; {RESEARCH}."
-            context.fail(f"there is no command {name!r}; {hint}")
+                error.message += f" {RESEARCH}"
+            raise
         return name, load(name), rest
 
 
@@ -111,9 +101,7 @@ def main() -> None:
     """Run a command. An error of the user's making is one sentence on standard error and exit status 2."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TERMINATED))
     try:
-        sys.exit(app(standalone_mode=not _under_torchrun()))
-    except UsageError as error:
-        sys.exit(_say(error.format_message()))
+        app()
     except ModuleNotFoundError as error:
         sys.exit(_say(missing_package(error)))
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -123,20 +111,9 @@ def main() -> None:
 
 
 def _say(sentence: str) -> int:
-    """Print an error, which all of torchrun's processes meet, once."""
-    if _under_torchrun():
-        from torch.distributed import TCPStore
-
-        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        if store.add(f"fem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/error", 1) > 1:
-            return 2
+    """Print an error; the exit status of the user's mistakes."""
     print(f"error: {sentence}", file=sys.stderr)
     return 2
-
-
-def _under_torchrun() -> bool:
-    """True if this is one of several processes that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "TORCHELASTIC_RUN_ID" in os.environ
 
 
 if __name__ == "__main__":

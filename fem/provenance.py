@@ -67,26 +67,13 @@ def write_json(path: Path, data: dict) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name to write a file under, which is renamed when the block ends: readers see the old file or the
-    new one, even after a power cut. The name is hidden, as what a kill leaves of it is no file of a user."""
+    new one. The name is hidden, as what a kill leaves of it is no file of a user."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
-        sync(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows opens no folders
-    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def note(sentence: str) -> None:

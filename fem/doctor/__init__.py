@@ -28,8 +28,7 @@ def devices() -> list[dict]:
 def _what(device: str) -> str:
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
-    threads = f", threads: {torch.get_num_threads()}, cores: {os.cpu_count()}" if device == "cpu" else ""
-    return processor() + threads
+    return f"{processor()}, threads: {torch.get_num_threads()}, cores: {os.cpu_count()}"
 
 
 def compiler() -> dict:

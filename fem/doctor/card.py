@@ -20,15 +20,8 @@ from fem.provenance import CONFIG, check_output, hardware, now, provenance, vers
 from fem.recipes import listed, require_some_of
 from fem.tables import markdown_table
 
+KERNELS = ("triton", "fla-core", "mamba-ssm")  # packages by which scans are read
 LIMIT = 1200  # seconds that a step may take: first calls compile, and flash-linear-attention's kernels tune themselves
-
-
-def software(device: torch.device) -> Iterator[dict]:
-    """Versions, of the packages whose kernels scans are read by, too."""
-    for name, version in versions().items():
-        yield {"part": name, "found": version, "result": "ok"}
-    for name in ("triton", "fla-core", "mamba-ssm"):
-        yield {"part": name, "found": installed(name) or "missing", "result": "ok"}
 
 
 def steps() -> dict[str, Callable[[torch.device], Iterator[dict]]]:
@@ -36,7 +29,6 @@ def steps() -> dict[str, Callable[[torch.device], Iterator[dict]]]:
     from fem.doctor import checks
 
     return {
-        "software": software,
         **{prior: partial(checks.scans, prior=prior) for prior in PRIORS if prior != "softmax"},
         "softmax": checks.softmax,
         "layers": checks.layers,
@@ -53,10 +45,11 @@ def examine(output: Path, only: str | None = None) -> dict:
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / CONFIG, {"experiment": "doctor"})
     outcomes: dict = {}
-    results = {"device": device, "hardware": hardware(), "versions": versions(), "date": now(), "steps": outcomes}
+    found = versions() | {name: installed(name) or "missing" for name in KERNELS}
+    results = {"device": device, "hardware": hardware(), "versions": found, "date": now(), "steps": outcomes}
     print(f"{len(names)} steps side by side, at most {LIMIT} s each")
     pool = ThreadPoolExecutor(os.cpu_count())
-    ends = {pool.submit(_in_a_process, name, device, output / f"{name}.jsonl"): name for name in names}
+    ends = {pool.submit(_in_a_process, name, device): name for name in names}
     try:
         for end in as_completed(ends):
             name = ends[end]
@@ -70,19 +63,17 @@ def examine(output: Path, only: str | None = None) -> dict:
     return results
 
 
-def _in_a_process(name: str, device: str, path: Path) -> dict:
-    """Run one step: what it found before it ended, and how it ended."""
-    path.unlink(missing_ok=True)
+def _in_a_process(name: str, device: str) -> dict:
+    """Run one step: what it found before it ended, a line each, and how it ended."""
     started = time.monotonic()
     try:
-        command = [sys.executable, "-W", "ignore", "-m", __name__, name, device, str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-        errors = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        ended = "ok" if done.returncode == 0 else errors[-1]
-    except subprocess.TimeoutExpired:
-        ended = f"stopped after {LIMIT} s"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    path.unlink(missing_ok=True)
+        command = [sys.executable, "-W", "ignore", "-m", __name__, name, device]
+        done = subprocess.run(command, capture_output=True, timeout=LIMIT)
+        errors = done.stderr.decode(errors="replace").strip().splitlines() or [f"status {done.returncode}"]
+        found, ended = done.stdout, "ok" if done.returncode == 0 else errors[-1]
+    except subprocess.TimeoutExpired as stopped:
+        found, ended = stopped.stdout or b"", f"stopped after {LIMIT} s"
+    rows = [json.loads(line) for line in found.splitlines() if line.startswith(b'{"check"')]
     return {"ended": ended, "seconds": round(time.monotonic() - started, 1), "rows": rows}
 
 
@@ -98,7 +89,8 @@ def verdict(device: str, outcomes: dict) -> str:
 
 
 def page(results: dict) -> str:
-    parts = [f"# fem doctor --gpu\n\n{results['verdict']}\n"]
+    kernels = ", ".join(f"{name} {results['versions'][name]}" for name in KERNELS)
+    parts = [f"# fem doctor --gpu\n\n{results['verdict']} Kernels of scans: {kernels}.\n"]
     for name, step in results["steps"].items():
         parts.append(f"## {name}\n\nEnded: {step['ended']}, after {step['seconds']} s.\n")
         columns = list(dict.fromkeys(column for row in step["rows"] for column in row))
@@ -107,8 +99,7 @@ def page(results: dict) -> str:
 
 
 if __name__ == "__main__":
-    name, device, path = sys.argv[1:]
+    name, device = sys.argv[1:]
     torch.set_num_threads(1)
-    with open(path, "w", encoding="utf-8") as file:
-        for row in steps()[name](torch.device(device)):
-            print(json.dumps(row), file=file, flush=True)
+    for row in steps()[name](torch.device(device)):
+        print(json.dumps(row), flush=True)

@@ -6,12 +6,10 @@ import base64
 import json
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from fem.inspect.layers import LayerTables
+from fem.inspect.layers import LayerTables
 
 LARGEST = 24_000_000  # characters that a browser on a phone still opens at once
 

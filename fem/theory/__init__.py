@@ -9,8 +9,7 @@ read, whatever it is, and neither gets a gradient. A row without support reads 0
 have the inputs' dtype. Statements, their tests and the corrections to the paper are in docs/equations.md.
 """
 
-from fem.theory.accuracy import index_accuracy
-from fem.theory.definitions import effective_weights, free_energy, kl_gap, posterior, posterior_mean
+from fem.theory.definitions import effective_weights, free_energy, index_accuracy, kl_gap, posterior, posterior_mean
 from fem.theory.temperature import hidden_temperature, temperature_for_budget
 
 __all__ = [

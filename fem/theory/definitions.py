@@ -1,12 +1,15 @@
-"""The free energy by its definition: value, posterior, gain over the mean, weights of the interpolated read."""
+"""The free energy by its definition: value, posterior, gain over the mean, weights of the interpolated read, and the
+share of channels that read the right token."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from fem.theory.rows import Along, PerRead, as_given, checked_rows
+from fem.theory.rows import Along, PerRead, as_given, check_tensors, checked_rows, shown
 
 
 def free_energy(p: Along, v: Along, beta: PerRead, dim: int = -1) -> Along:
@@ -66,3 +69,30 @@ def effective_weights(p: Along, v: Along, lam: PerRead, beta_max: PerRead, dim: 
     rows, lam, beta_max = checked_rows(p, v, dim, lam=lam, beta_max=beta_max)
     lam = lam[..., None]
     return as_given((1 - lam) * rows.p + lam * rows.posterior(beta_max), p, v, dim)
+
+
+def index_accuracy(
+    prediction: Float[Tensor, "..."], values: Float[Tensor, "... t d"], winner: Int[Tensor, "..."]
+) -> Float[Tensor, ""]:
+    """Share of the channels, over the whole batch, whose prediction lies nearest to the winning token's value.
+
+        a_j = argmin_i (v_ij - y_j)^2        accuracy = mean of [a_j = winner_j]                        (Appendix P)
+
+    prediction (.., D), values (.., T, D), winner (.., D): the index of a token. Ties count as the winner's. Raises
+    ValueError on mismatched shapes and on indices out of range, TypeError on other dtypes.
+    """
+    check_tensors(prediction=prediction, values=values)
+    if values.ndim < 2 or values.shape[-2] == 0:
+        raise ValueError(f"values must have shape (.., T >= 1, D), got {tuple(values.shape)}.")
+    if not isinstance(winner, Tensor) or winner.is_floating_point() or winner.dtype == torch.bool:
+        raise TypeError("winner must be a tensor of integers, the winning token of each channel.")
+    wanted = (*values.shape[:-2], values.shape[-1])
+    if tuple(prediction.shape) != wanted or tuple(winner.shape) != wanted:
+        raise ValueError(
+            f"prediction and winner must have the shape (.., D) of values (.., T, D), here {wanted}; "
+            f"got {tuple(prediction.shape)} and {tuple(winner.shape)}."
+        )
+    if winner.device.type == "cpu" and not ((winner >= 0) & (winner < values.shape[-2])).all():
+        raise ValueError(f"winner must name tokens from 0 to {values.shape[-2] - 1}, got {shown(winner)}.")
+    distance = (values - prediction[..., None, :]).abs()
+    return (distance.gather(-2, winner.long()[..., None, :])[..., 0, :] <= distance.amin(-2)).float().mean()

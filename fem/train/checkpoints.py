@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,13 +33,6 @@ def step_of(checkpoint: Path) -> int:
 def newest(output: Path) -> Path | None:
     """The newest checkpoint in `output`, which is whole: it was renamed once all of it was written."""
     return next(reversed(checkpoints(output)), None)
-
-
-def publish(staging: Path, target: Path) -> None:
-    """Rename `staging`, whose files are written, to `target`: a kill leaves either no `target` or a whole one."""
-    if target.exists():
-        shutil.rmtree(target)
-    os.replace(staging, target)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fem.models.loss import IGNORED
 from fem.provenance import first_line, note, read_json, write_json
-from fem.train.checkpoints import publish, readable
+from fem.train.checkpoints import readable
 from fem.train.recipe import TrainRecipe
 from fem.train.signals import Paused
 from fem.train.tokenizer import train_tokenizer
@@ -189,7 +189,7 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
             if type(error) is not Exception:  # tokenizers raises a bare Exception where the disk fails
                 raise
             raise OSError(f"the tokenizer could not be written to {str(output)!r}: {error}.") from error
-        publish(staging, folder)
+        staging.replace(folder)
     name = str(folder) if recipe.tokenizer is None else recipe.tokenizer
     with readable(f"tokenizer {name!r}"):
         if not os.path.isdir(name):
@@ -202,14 +202,14 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
     return tokenizer
 
 
-def write_tokens(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def write_tokens(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast, source: dict, folder: Path) -> None:
     """Write the ids of all local documents to `folder`, or of as many of the hub's as the recipe reads, each with an
-    end token. A call that was cut off is continued by the next; a note says every ten seconds how far it is.
+    end token. A call that was cut off is continued by the next of the same `source`, their `identity`; a note says
+    every ten seconds how far it is.
 
     tokens.bin: ids, uint32; ends.bin: where documents end, int64. Raises ValueError where no document has a token.
     """
-    source = identity(recipe, tokenizer)
-    if folder.exists() and read_json(folder / SOURCE) == source:
+    if folder.exists():  # config.json has their `source`
         return
     staging = folder.with_name(f".{folder.name}")
     if read_json(staging / SOURCE) != source:
@@ -244,7 +244,7 @@ def write_tokens(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast, folder
             done["state"] = None
     if done["tokens"] == done["documents"]:
         raise ValueError(f"data must not be empty, got {recipe.data!r}, documents without a token.")
-    publish(staging, folder)
+    staging.replace(folder)
 
 
 def batches(texts: Iterable[str]) -> Iterator[list[str]]:

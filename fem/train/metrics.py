@@ -75,15 +75,9 @@ class Metrics(TrainerCallback):
             print(in_words(line, state.max_steps), file=sys.stderr)
 
     def speed(self, processes: int, steps_left: int) -> dict[str, float]:
-        if not self.steps:
-            return {}
         a_step = (time.perf_counter() - self.began) / self.steps
         tokens = self.recipe.batch_size * self.recipe.context / a_step
-        speed = {
-            "tokens_per_second": tokens,
-            "seconds_left": a_step * steps_left,
-            "peak_memory_bytes": peak_memory(),
-        }
+        speed = {"tokens_per_second": tokens, "seconds_left": a_step * steps_left, "peak_memory_bytes": peak_memory()}
         if peak := peak_flops():
             speed["mfu"] = tokens * self.flops / (peak * processes)
         return speed

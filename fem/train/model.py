@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,7 @@ from fem.extras import how_to_install
 from fem.models import FEMConfig, FEMForCausalLM, preset
 from fem.models.presets import SIZES
 from fem.provenance import read_json
-
-if TYPE_CHECKING:
-    from fem.train.recipe import TrainRecipe
+from fem.train.recipe import TrainRecipe
 
 SHARED = ("hidden_size", "num_hidden_layers")  # sizes that a model type takes from the recipe's preset
 LEFT_OUT = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import AbstractContextManager
 from pathlib import Path
+from zipfile import ZipFile
 
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from fem.optim import decayed_names
-from fem.train.checkpoints import KEPT, checkpoints, newest, not_finite, publish, readable
+from fem.train.checkpoints import KEPT, checkpoints, newest, not_finite, readable
 
 
 class NotFinite(ValueError):
@@ -41,26 +41,17 @@ class SavingTrainer(Trainer):
         if checkpoint is None:
             self.train()
             return self.state.log_history
-        with _readable(checkpoint):
+        with readable(repr(str(checkpoint)), "remove it to go on from the one before it"):
             state = TrainerState.load_from_json(checkpoint / TRAINER_STATE_NAME)
+            self._load_from_checkpoint(str(checkpoint))
+            randomness = list(checkpoint.glob("rng_state*.pth")) or [checkpoint / "rng_state.pth"]
+            for file in (checkpoint / OPTIMIZER_NAME, checkpoint / SCHEDULER_NAME, *randomness):
+                ZipFile(file).close()  # as torch saves; the Trainer would begin anew in the place of one that is gone
         if state.global_step < self.args.max_steps:
             self.train(resume_from_checkpoint=str(checkpoint))
         else:  # the Trainer would take one more step
-            self._load_from_checkpoint(str(checkpoint))
             self.state = state
         return self.state.log_history
-
-    def _load_from_checkpoint(self, checkpoint: str, model: nn.Module | None = None) -> None:
-        with _readable(checkpoint):
-            super()._load_from_checkpoint(checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with _readable(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _readable(checkpoint):
-            super()._load_rng_state(checkpoint)
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         name = f"checkpoint-{self.state.global_step}"
@@ -71,7 +62,7 @@ class SavingTrainer(Trainer):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.args.process_index == 0:
-                publish(staging / name, self.output / name)
+                (staging / name).replace(self.output / name)
                 for old in checkpoints(self.output)[: -self.keep]:
                     shutil.rmtree(old)
             self.accelerator.wait_for_everyone()
@@ -82,10 +73,6 @@ class SavingTrainer(Trainer):
                 reason = f"a file could not be written whole, as on a full disk ({reason})"
             told = f"{name} could not be saved in {str(self.output)!r}: {reason}; {kept(self.output)}."
             raise OSError(told) from error
-
-
-def _readable(checkpoint: str | Path | None) -> AbstractContextManager[None]:
-    return readable(repr(str(checkpoint)), "remove it to go on from the one before it")
 
 
 def kept(output: Path) -> str:

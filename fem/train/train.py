@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor, full_like, nn, tensor
 from torch.utils.data import DataLoader
-from transformers import TrainingArguments, default_data_collator
+from transformers import TrainerCallback, TrainingArguments, default_data_collator
 from transformers.integrations import TensorBoardCallback
 
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.loss import IGNORED, cross_entropy_of_logits, next_tokens
 from fem.models.presets import check_preset
 from fem.provenance import CONFIG, RESULTS, check_output, circumstances, note, read_json, versions, write_json
-from fem.train.checkpoints import LOCK, STAGING, newest, one_writer, step_of
+from fem.train.checkpoints import STAGING, newest, one_writer, step_of
 from fem.train.data import TOKENS, check_data, identity, load_rows, load_tokenizer, say_unread, write_tokens
 from fem.train.metrics import ADVICE, Metrics, summary
 from fem.train.model import build_model, model_config
@@ -104,7 +104,7 @@ def prepare(recipe: TrainRecipe, output: Path, resume: bool, held: ExitStack) ->
     output.mkdir(parents=True, exist_ok=True)
     held.enter_context(one_writer(output))
     config = begun(recipe, output, resume)
-    new = made and {path.name for path in output.iterdir()} <= {LOCK}
+    new = made and config is None
     if config is not None and finished(recipe, output):
         note(f"the run in {str(output)!r} is finished, all of {recipe.max_steps} steps; --steps extends it.")
         return
@@ -123,7 +123,7 @@ def prepare(recipe: TrainRecipe, output: Path, resume: bool, held: ExitStack) ->
             raise ValueError(f"{told}; give another --output.")
         config["data"] = source
         write_json(output / CONFIG, config | circumstances())
-        write_tokens(recipe, tokenizer, output / TOKENS)
+        write_tokens(recipe, tokenizer, source, output / TOKENS)
         load_rows(recipe, output)  # raises where there are too few
     except ValueError:
         if new:
@@ -156,7 +156,7 @@ def fit(recipe: TrainRecipe, output: Path, args: TrainingArguments) -> dict | Pa
         eval_dataset=validation or None,
         processing_class=as_trained(tokenizer),
         data_collator=default_data_collator,
-        callbacks=[stop, metrics, *curves(output, args)],
+        callbacks=[GoOn(), stop, metrics, *curves(output, args)],
     )
     with stop:
         log = trainer.go_on()
@@ -224,6 +224,17 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
     return args
 
 
+class GoOn(TrainerCallback):
+    """From a checkpoint on, the intervals are those of this command, and so is the rate, of a schedule that may be
+    longer by now."""
+
+    def on_train_begin(self, args, state, control, lr_scheduler, **_):
+        state.compute_steps(args, state.max_steps)
+        if state.global_step > 0:
+            lr_scheduler.last_epoch -= 1
+            lr_scheduler.step()
+
+
 def next_token_loss(outputs, labels: Tensor, num_items_in_batch=None) -> Tensor:
     """The loss of another library's model: FEM's own, of the model's logits."""
     return cross_entropy_of_logits(outputs.logits, next_tokens(labels), num_items_in_batch)
@@ -262,17 +273,6 @@ class TextTrainer(SavingTrainer):
             inputs = inputs | ({"logits_to_keep": 1} if self.hides_documents else {})
             num_items_in_batch = len(inputs["input_ids"]) * self.predicted * self.accelerator.num_processes
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    def _init_training_state(self, max_steps, *given):
-        start = super()._init_training_state(max_steps, *given)
-        self.state.compute_steps(self.args, max_steps)  # the intervals of this command, not of the checkpoint
-        return start
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.lr_scheduler.last_epoch -= 1
-            self.lr_scheduler.step()  # the learning rate of this step, where the schedule is longer by now
 
     def _clip_grad_norm(self, model: nn.Module):
         norm = super()._clip_grad_norm(model)

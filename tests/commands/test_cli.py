@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import fem
-from torch.distributed import TCPStore
 from typer.testing import CliRunner
 
 from fem import __version__, cli, doctor, extras, provenance
@@ -47,16 +46,18 @@ def test_every_command_explains_itself_and_waits_for_no_library():
 def test_without_the_research_package_its_commands_say_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(cli, "entry_points", lambda group: [])
     cli.commands.cache_clear()
-    assert fem(monkeypatch, "mad") == 2
+    assert fem(monkeypatch, "trian") == 2
     cli.commands.cache_clear()
-    assert "./research" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Did you mean 'train'?" in said
+    assert "./research" in said
 
 
 def test_version_and_a_misspelt_command(monkeypatch, capsys):
     assert fem(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"free-energy-mixer {__version__}\n"
     assert fem(monkeypatch, "trian") == 2
-    assert "did you mean 'train'?" in capsys.readouterr().err
+    assert "Did you mean 'train'?" in capsys.readouterr().err
 
 
 def test_every_field_of_a_recipe_is_an_option_with_its_default():
@@ -100,26 +101,6 @@ def test_a_mistake_is_answered_by_one_sentence_and_status_2(monkeypatch, tmp_pat
     assert fem(monkeypatch, *arguments) == 2
     assert capsys.readouterr().err == sentence
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "arguments, sentence",
-    [
-        (["argmax", "--wat"], "error: No such option"),
-        (["argmax", "--steps", "many"], "error: Invalid value for '--steps'"),
-        (["nonsense"], "error: there is no command 'nonsense'"),
-        (["argmax", "--heads", "7"], "error: --heads must divide"),
-    ],
-)
-def test_processes_under_torchrun_say_a_wrong_call_once_in_a_line(monkeypatch, tmp_path, capsys, arguments, sentence):
-    monkeypatch.chdir(tmp_path)
-    store = TCPStore("localhost", 0, is_master=True)
-    told = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "here"}
-    for name, value in told.items():
-        monkeypatch.setenv(name, str(value))
-    assert [fem(monkeypatch, *arguments) for _ in range(2)] == [2, 2]
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(sentence)
 
 
 def test_help_shows_brackets_and_values(monkeypatch):
@@ -244,13 +225,12 @@ def test_doctor_looks_at_the_card_and_keeps_a_page(tmp_path):
     assert found["verdict"] in (tmp_path / "report.md").read_text()
     assert {name: step["ended"] for name, step in found["steps"].items()} == {"rnn_decay": "ok"}
     assert "token by token" in (tmp_path / "report.md").read_text().partition("## rnn_decay")[2]
-    assert {row["result"] for row in card.software(card.torch.device("cpu"))} == {"ok"}
+    assert "Kernels of scans: triton " in (tmp_path / "report.md").read_text()
 
 
 def test_doctor_stops_a_step_that_takes_too_long_and_keeps_what_it_had_found(tmp_path, monkeypatch):
     def hangs(command, **options):
-        Path(command[-1]).write_text('{"check": "one", "result": "ok"}\n')
-        raise subprocess.TimeoutExpired(command, options["timeout"])
+        raise subprocess.TimeoutExpired(command, options["timeout"], b'{"check": "one", "result": "ok"}\n')
 
     monkeypatch.setattr(card.subprocess, "run", hangs)
     found = card.examine(tmp_path, "mamba,softmax")

@@ -15,6 +15,7 @@ from layers import tokens as make_tokens
 
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
+from small_models import lively, small_config
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fem.inspect import experiment as inspect
@@ -28,7 +29,7 @@ from fem.inspect.layers import (
     readers,
     readings,
 )
-from fem.models import FEMConfig, FEMForCausalLM, replace_attention
+from fem.models import FEMForCausalLM, replace_attention
 from fem.tables import show_table
 from fem.train.tokenizer import train_tokenizer
 
@@ -41,22 +42,18 @@ def tokenizer():
     return train_tokenizer(["the sun sees the moon. the moon sees the river. " * 20], 280)
 
 
-def saved_model(folder, tokenizer):
-    """A model away from its start, so that its channels differ, saved with its tokenizer."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    model = FEMForCausalLM(FEMConfig(vocab_size=len(tokenizer), max_position_embeddings=96, **sizes))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    model.save_pretrained(folder)
+def saved(model, tokenizer, folder):
+    """The model, away from its start, so that its channels differ, beside its tokenizer: their folder."""
+    lively(model).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, tokenizer):
-    return saved_model(tmp_path_factory.mktemp("model"), tokenizer)
+    torch.manual_seed(0)
+    config = small_config(vocab_size=len(tokenizer), max_position_embeddings=96)
+    return saved(FEMForCausalLM(config), tokenizer, tmp_path_factory.mktemp("model"))
 
 
 def tables(layer, time=TIME) -> LayerTables:
@@ -272,10 +269,9 @@ def test_a_mistake_is_answered_by_one_sentence(monkeypatch, capsys, tmp_path, mo
 
 
 def test_a_model_without_fem_is_refused(monkeypatch, capsys, tmp_path, tokenizer):
-    folder = tmp_path / "gpt2"
-    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    assert fem(monkeypatch, "inspect", "--model", str(folder), "--text", "the", "--output", str(tmp_path / "run")) == 2
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1))
+    folder = saved(gpt2, tokenizer, tmp_path / "gpt2")
+    assert fem(monkeypatch, "inspect", "--model", folder, "--text", "the", "--output", str(tmp_path / "run")) == 2
     sentence = "model must have Free Energy Mixer layers, got a GPT2LMHeadModel without any."
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -285,13 +281,8 @@ def test_a_model_without_fem_is_refused(monkeypatch, capsys, tmp_path, tokenizer
 def test_a_model_whose_attention_was_replaced_is_read_as_it_computes(tmp_path, tokenizer, preserve):
     torch.manual_seed(0)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=2, n_head=2))
-    model = replace_attention(gpt2, preserve=preserve).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    found = inspect.run(str(tmp_path / "model"), "the sun sees the moon", None, tmp_path / "out")
+    model = replace_attention(gpt2, preserve=preserve)
+    found = inspect.run(saved(model, tokenizer, tmp_path / "model"), "the sun sees the moon", None, tmp_path / "out")
     ids = torch.tensor([tokenizer("the sun sees the moon")["input_ids"]])
     parts = list(readers(model))
     assert len(parts) == 2

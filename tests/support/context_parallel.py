@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from small_models import lively
 from torch.distributed.device_mesh import init_device_mesh
 
 from fem import PRIORS
@@ -37,11 +38,7 @@ CASES |= {
 def model(fields: dict) -> FEMForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    whole = FEMForCausalLM(FEMConfig(**{**sizes, "intermediate_size": 16, **fields}))
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return whole
+    return lively(FEMForCausalLM(FEMConfig(**{**sizes, "intermediate_size": 16, **fields})), size=0.1)
 
 
 def rows(kind: str) -> dict[str, torch.Tensor]:

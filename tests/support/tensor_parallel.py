@@ -9,6 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from small_models import lively
+from transformers.distributed import DistributedConfig
+
+from fem.models import FEMConfig, FEMForCausalLM
 
 warnings.filterwarnings("ignore")
 FAMILIES = {
@@ -26,15 +30,9 @@ FAMILIES = {
 
 
 def model(fields: dict):
-    from fem.models import FEMConfig, FEMForCausalLM
-
     torch.manual_seed(0)
     sizes = {"vocab_size": 56, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
-    whole = FEMForCausalLM(FEMConfig(**{**sizes, "intermediate_size": 32, **fields})).eval()
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return whole
+    return lively(FEMForCausalLM(FEMConfig(**{**sizes, "intermediate_size": 32, **fields})), size=0.1)
 
 
 def step(model, ids, engine: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,10 +50,6 @@ def step(model, ids, engine: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compare(name: str, engine: str, scratch: Path) -> dict:
-    from transformers.distributed import DistributedConfig
-
-    from fem.models import FEMForCausalLM
-
     one, folder = model(FAMILIES[name]), scratch / name.replace(" ", "_")
     if dist.get_rank() == 0:
         one.save_pretrained(folder)

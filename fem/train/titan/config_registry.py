@@ -32,7 +32,6 @@ SIZES = {
     "paper_340m": (RECIPES["paper-340m"], 8, True),
     "paper_1_3b": (RECIPES["paper-1.3b"], 2, True),
 }
-PRESETS = {"debug": "tiny", "paper_340m": "340m", "paper_1_3b": "1.3b"}
 PRIORS = {"": "sm", "_gla": "gla", "_hybrid": "gla"}  # hybrid: three layers of GLA, one of softmax, over and over
 STARTS = ("", "_slim", "_split")
 ENDS = ("", "_untied", "_float8")  # untied: for pipelines, whose ends lie on different devices
@@ -57,7 +56,7 @@ class NoTokenizer(BaseTokenizer):
 def trainer(size: str, prior: str, start: str, end: str) -> Trainer.Config:
     """The recipe of this size for this form of FEM; of the debug model float8 is emulated."""
     recipe, micro, recompute = SIZES[size]
-    name = f"fem-{PRIORS[prior]}{start.replace('_', '-')}-{PRESETS[size]}"
+    name = f"fem-{PRIORS[prior]}{start.replace('_', '-')}-{recipe.preset.rpartition('-')[2]}"
     further = {"tie_word_embeddings": end != "_untied"}
     if prior == "_hybrid":
         further["layer_priors"] = preset(name).num_hidden_layers // 4 * [*3 * ["gla"], "softmax"]

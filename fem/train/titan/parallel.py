@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -18,6 +18,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.distributed.tensor_parallel import NoParallel
 
 from fem.models.context import context_parallel
 from fem.train.titan.model import FEMDecoder
@@ -85,7 +86,7 @@ def split_heads(model: FEMDecoder, mesh: DeviceMesh) -> None:
     split["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate())
     split["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     replicated = {
-        name: Whole()
+        name: NoParallel(use_local_output=True)
         for name, part in model.named_modules()
         if any(True for _ in part.parameters(recurse=False)) and re.sub(r"\.\d+\.", ".*.", name) not in split
     }
@@ -98,16 +99,6 @@ def split_rows(model: FEMDecoder, mesh: DeviceMesh) -> None:
     model.sharing, model.for_good = mesh, ExitStack()
     for block in model.layers.values():
         model.for_good.enter_context(context_parallel(block.mixer, mesh))
-
-
-class Whole(ParallelStyle):
-    """A module that every process of the mesh computes alike, from the same input and with all its weights."""
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        def share(module, inputs, mesh):
-            return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
-
-        return distribute_module(module, mesh, None, share, lambda module, output, mesh: output.to_local())
 
 
 class OwnHeads(ParallelStyle):

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fem.provenance import first_line
 from fem.train import checkpoints
-from fem.train.checkpoints import KEPT, STAGING, publish
+from fem.train.checkpoints import KEPT, STAGING
 
 STATE = "state.pt"
 
@@ -39,7 +39,7 @@ def save(folder: Path, number: int, parts: Mapping[str, Any], measured: Mapping[
     try:
         staging.mkdir(parents=True)
         torch.save({name: part.state_dict() for name, part in parts.items()} | measured, staging / STATE)
-        publish(staging, folder / f"checkpoint-{number}")
+        staging.replace(folder / f"checkpoint-{number}")
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError, and names no file
         shutil.rmtree(staging, ignore_errors=True)
         reason = error if isinstance(error, OSError) else f"is the disk full? ({first_line(error)})"
