@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from statistics import median
 
 import card
 import torch
@@ -60,19 +62,37 @@ def prepared(name: str, mode: str) -> tuple[FreeEnergyMixer, Callable, torch.Ten
     return layer, torch.compile(layer) if mode == "compiled" else layer, x
 
 
+def step(call, x: torch.Tensor, **marks) -> torch.Tensor:
+    """A layer's output in bfloat16."""
+    with torch.autocast("cuda", torch.bfloat16, enabled=x.dtype != torch.bfloat16):
+        return call(x, **marks)
+
+
+def forget(call, x: torch.Tensor) -> None:
+    """Gradients as an optimiser's zero_grad leaves them."""
+    for leaf in (x, *getattr(call, "parameters", list)()):
+        leaf.grad = None
+
+
+def host(call, x: torch.Tensor, steps: int = 60) -> int:
+    """Microseconds of this machine's processor that a train step takes: the median of `steps`. Nothing is computed, so
+    these are PyTorch's, Triton's and the library's own."""
+    times, gradient = [], torch.ones_like(step(call, x))
+    for _ in range(steps):
+        start = time.process_time()
+        step(call, x).backward(gradient)
+        times.append(time.process_time() - start)
+        forget(call, x)
+    return round(1e6 * median(times))
+
+
 def train(call, x: torch.Tensor, warm: int = 2, **marks) -> tuple[dict, list[str]]:
     """What one train step in bfloat16 takes, after `warm` others, and its awkward products."""
-
-    def forward() -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16, enabled=x.dtype != torch.bfloat16):
-            return call(x, **marks)
-
     for _ in range(warm):
-        forward().float().sum().backward()
-    for leaf in (x, *getattr(call, "parameters", list)()):
-        leaf.grad = None  # as an optimiser's zero_grad leaves it
+        step(call, x, **marks).float().sum().backward()
+    forget(call, x)
     with card.record() as there:
-        y, held = card.kept(forward)
+        y, held = card.kept(lambda: step(call, x, **marks))
     gradient = torch.ones_like(y)
     with card.record() as back:
         y.backward(gradient)
@@ -102,7 +122,7 @@ def rows(names: list[str]) -> Iterator[dict]:
             layer, call, x = prepared(name, mode)
             row = {"layer": name, "mode": mode}
             try:
-                row |= train(call, x)[0]
+                row |= train(call, x)[0] | {"host us": host(call, x)}
                 row |= {} if mode == BFLOAT16 else decode(layer, mode)
             except Exception as error:  # a row of the table says what failed
                 row["error"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:80]}"
@@ -124,7 +144,7 @@ def registers(values: str) -> dict[str, tuple[int, int]]:
 
 
 def table(record: dict) -> str:
-    columns = ("forward", "backward", "waits", "kept MiB", "token", "token's waits")
+    columns = ("forward", "backward", "waits", "kept MiB", "host us", "token", "token's waits")
     lines = [f"| layer | mode | {' | '.join(columns)} |", f"|{'---|' * (len(columns) + 2)}"]
     before = {(row["layer"], row["mode"]): row for row in record["before"]}
     for row in record["after"]:
@@ -151,7 +171,8 @@ def write(record: dict) -> None:
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     tables = f"""{TABLE}
 One layer's train step: {record["setting"]}, PyTorch {record["torch"]}.
-Parameters are float32 under autocast to bfloat16, or bfloat16. `token`: one more token behind 512.
+Parameters are float32 under autocast to bfloat16, or bfloat16. `host us`: microseconds of one core of the machine that poses as the
+card's host, forward and backward. `token`: one more token behind 512.
 Two numbers: without the kernels of the fused layer and of the conditioner → with them.
 
 {table(record)}

@@ -18,11 +18,13 @@ from fem.ops.ssm import ssm_kernels as states
 flags = {"HAS_A": True, "HAS_V": True, "HAS_F": True, "KEPT": True}
 flags["CHUNK"] = states.CHUNK
 kernels = channels.channel_kernel, channels.channel_backward_kernel
-calls = [(f"{k.__name__}", k, flags | {"BLOCK": channels.BLOCK}, 1) for k in kernels]
+calls = [(f"{k.__name__} {ends}", k, flags | {"BLOCK": channels.BLOCK, "ENDS": ends}, 1)
+         for k in kernels for ends in (True, False)]
 for rank in (16, 64):
     sizes, kernels = states.sizes_of(rank), (states.ssm_kernel, states.ssm_backward_kernel)
     calls += [(f"{k.__name__} of {rank} states", k, flags | sizes, sizes["num_warps"]) for k in kernels]
-found, numbers = {}, ("T", "C", "W", "TOKENS", "x_row", "x_token", "x_channel", "v_row", "f_row")
+found, numbers = {}, ("T", "C", "W", "TOKENS", "x_row", "x_token", "x_channel")
+numbers += ("a_row", "v_row", "f_row", "chunks", "length")
 for name, kernel, constants, warps in calls:
     pointers = set(kernel.arg_names) - {*numbers, *constants}
     types = {pointer: "*i8" if pointer == "opens" else "*fp32" for pointer in pointers}

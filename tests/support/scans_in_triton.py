@@ -14,6 +14,7 @@ import fla_reference
 import torch
 from reads import gradients_of, make
 
+from fem.ops.channel_scan import channel_kernels
 from fem.ops.common.backend import _FOUND
 from fem.ops.ssm import ssm_read
 
@@ -119,6 +120,7 @@ def second_derivatives(name: str) -> float:
 if __name__ == "__main__":
     kind, few = sys.argv[1], sys.argv[2] == "few"
     ssm_read.mamba_kernel = fla_reference.selective_scan
+    channel_kernels.SHORTEST = 4
     cases = {name: BOTH[name] for name in FEW} if few else BOTH | CASES[kind]
     found = {name: error(**SIZES[kind] | case) for name, case in cases.items()}
     found["twice"] = second_derivatives("ssm" if kind == "states" else "aft with decay")

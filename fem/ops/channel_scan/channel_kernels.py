@@ -1,7 +1,9 @@
 """The channel scan on a card: one Triton kernel forward and one backward, token after token, in logarithms.
 
 The equations are those of `merge_kernels`: a channel is a cell, and no value is read on the host. A program has BLOCK
-channels of a row. Tensors are (B, T, C); v or f may have no channel. Tokens of a, v and f lie `*_row` numbers apart.
+channels of a chunk of a row's tokens. Where a row has several chunks, each kernel runs twice: first every chunk says
+what it does to what comes to it, then each begins with what the others have made of that. Tensors are (B, T, C); v or f
+may have no channel. Tokens of a, v and f lie `*_row` numbers apart.
 """
 
 from __future__ import annotations
@@ -17,12 +19,9 @@ from fem.ops.common.cells import by_prefixes
 from fem.ops.common.joined import by_tokens
 from fem.ops.common.merge_kernels import (
     LOG_ZERO,
-    NO_WEIGHT,
     fallen,
-    grown,
     log_shares,
-    merged_energies,
-    merged_means,
+    merged,
     through_energy,
     through_mean,
 )
@@ -31,6 +30,9 @@ from fem.ops.common.precision import double
 from fem.ops.common.read import Terms
 
 BLOCK = 32  # channels of a program
+PROGRAMS = 4096  # of a warp each: a card has work for as many, as each waits for what it computed just before
+SHORTEST = 64  # tokens of a chunk: a program goes through the ends of the other chunks, too
+FEWEST = 4  # chunks, of which every token is read twice
 Rows = Float[Tensor, "b t c"]
 
 
@@ -53,68 +55,114 @@ def loaded(
 
 @triton.jit
 def channel_kernel(
-    x, a, v, f, beta, first_weight, first_mean, first_free, weights, means, frees, T, C, x_row, x_token, x_channel,
-    a_row, v_row, f_row, HAS_A: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr, BLOCK: tl.constexpr,
+    x, a, v, f, beta, first_weight, first_mean, first_free, ends, weights, means, frees, T, C, chunks, length, x_row,
+    x_token, x_channel, a_row, v_row, f_row, ENDS: tl.constexpr, HAS_A: tl.constexpr, HAS_V: tl.constexpr,
+    HAS_F: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """L, mean and F after every token, of the memory before the first. The next token is loaded before this one is
-    used."""
-    row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = column < C
-    start = row * C + column
-    none = tl.zeros((BLOCK,), tl.float32)
-    weight, lost = tl.load(first_weight + start, live, other=LOG_ZERO), none
-    mean, free, rate = none, none, none
-    if HAS_V:
-        mean = tl.load(first_mean + start, live, other=0.0)
+    """L, mean and F after every token of a chunk. ENDS: instead what a chunk does to the cell before it, in ends,
+    (B, chunks, 5, C): how far that falls, in two numbers, and the cell of the chunk's own tokens."""
+    column, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) // chunks
+    row, chunk = batch.to(tl.int64), tl.program_id(1) % chunks
+    live, start, none = column < C, row * C + column, tl.zeros((BLOCK,), tl.float32)
+    weight, lost, mean, free, rate = none + LOG_ZERO, none, none, none, none
+    down, rest = none, none
     if HAS_F:
-        free, rate = tl.load(first_free + start, live, other=0.0), tl.load(beta + column, live, other=1.0)
+        rate = tl.load(beta + column, live, other=1.0)
+    end = ends + row * chunks * (5 * C) + column
+    if ENDS:
+        end += chunk * (5 * C)
+    else:
+        weight = tl.load(first_weight + start, live, other=LOG_ZERO)
+        if HAS_V:
+            mean = tl.load(first_mean + start, live, other=0.0)
+        if HAS_F:
+            free = tl.load(first_free + start, live, other=0.0)
+        for _ in range(chunk):
+            own = tl.load(end + 2 * C, live, other=LOG_ZERO)
+            value, energy = tl.load(end + 3 * C, live, other=0.0), tl.load(end + 4 * C, live, other=0.0)
+            if HAS_A:
+                weight, lost = fallen(weight, lost, tl.load(end, live, other=0.0))
+                lost += tl.load(end + C, live, other=0.0)
+            weight, lost, mean, free = merged(weight, lost, mean, free, own, value, energy, rate, HAS_V, HAS_F)
+            end += 5 * C
+    first = chunk * length
+    count = tl.minimum(T - first, length)
     score = x + row * x_row + column * x_channel
-    base = row * T * C + column
-    next_x, next_a, next_v, next_f = loaded(
-        score, a, v, f, row * T, column, live, a_row, v_row, f_row, HAS_A, HAS_V, HAS_F
+    token = row * T + first
+    ahead = loaded(
+        score + first.to(tl.int64) * x_token, a, v, f, token, column, live, a_row, v_row, f_row, HAS_A, HAS_V, HAS_F
     )
-    for t in range(T):
-        own, fall, value, energy = next_x, next_a, next_v, next_f
-        ahead = tl.minimum(t + 1, T - 1).to(tl.int64)  # tl.minimum: the interpreter counts in numbers of Python
-        next_x, next_a, next_v, next_f = loaded(
-            score + ahead * x_token, a, v, f, row * T + ahead, column, live, a_row, v_row, f_row, HAS_A, HAS_V, HAS_F
+    for t in range(count):
+        own, fall, value, energy = ahead
+        later = first + tl.minimum(t + 1, count - 1).to(tl.int64)  # tl.minimum: the interpreter counts in Python's
+        ahead = loaded(
+            score + later * x_token, a, v, f, row * T + later, column, live, a_row, v_row, f_row, HAS_A, HAS_V, HAS_F
         )
-        at = base + tl.maximum(t, 0).to(tl.int64) * C
         if HAS_A:
             weight, lost = fallen(weight, lost, fall)
-        weight, lost, gain = grown(weight, lost, own)
-        seen = weight > NO_WEIGHT
-        tl.store(weights + at, weight, live)
-        if HAS_V:
-            mean = tl.where(seen, merged_means(gain, mean, value), 0.0)
-            tl.store(means + at, mean, live)
-        if HAS_F:
-            free = tl.where(seen, merged_energies(gain, free, energy, rate), 0.0)
-            tl.store(frees + at, free, live)
+            if ENDS:
+                down, rest = fallen(down, rest, fall)
+        weight, lost, mean, free = merged(weight, lost, mean, free, own, value, energy, rate, HAS_V, HAS_F)
+        if not ENDS:
+            at = (token + tl.maximum(t, 0)) * C + column
+            tl.store(weights + at, weight, live)
+            if HAS_V:
+                tl.store(means + at, mean, live)
+            if HAS_F:
+                tl.store(frees + at, free, live)
+    if ENDS:
+        tl.store(end, down, live)
+        tl.store(end + C, rest, live)
+        tl.store(end + 2 * C, weight, live)
+        tl.store(end + 3 * C, mean, live)
+        tl.store(end + 4 * C, free, live)
 
 
 @triton.jit
 def channel_backward_kernel(
-    x, a, v, f, beta, first_weight, first_mean, first_free, weights, means, frees, d_weights, d_means, d_frees,
-    d_x, d_a, d_v, d_f, d_beta, d_first_weight, d_first_mean, d_first_free, T, C, x_row, x_token, x_channel,
-    a_row, v_row, f_row, HAS_A: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr, BLOCK: tl.constexpr,
+    x, a, v, f, beta, first_weight, first_mean, first_free, ends, weights, means, frees, d_weights, d_means, d_frees,
+    d_x, d_a, d_v, d_f, d_beta, d_first_weight, d_first_mean, d_first_free, T, C, chunks, length, x_row, x_token,
+    x_channel, a_row, v_row, f_row, ENDS: tl.constexpr, HAS_A: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients, from the last token to the first. d_beta has a part for each row."""
-    row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = column < C
-    start = row * C + column
-    score = x + row * x_row + column * x_channel
-    at = (row * T + T - 1) * C + column
-    none = tl.zeros((BLOCK,), tl.float32)
-    rho, gamma, w, rate_sum = none, none, none, none
+    """Gradients, from the last token of a chunk to its first. d_beta has a part for each chunk. ENDS: instead what a
+    chunk makes of the gradient behind it, in ends, (B, chunks, 7, C): it is linear in w, rho and gamma,
+
+        w' = w_0 + P w + A rho + B gamma        rho' = rho_0 + P rho        gamma' = gamma_0 + G gamma
+    """
+    column, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) // chunks
+    row, chunk = batch.to(tl.int64), tl.program_id(1) % chunks
+    live, start, none = column < C, row * C + column, tl.zeros((BLOCK,), tl.float32)
+    w, rho, gamma, rate_sum = none, none, none, none
+    passed, passed_free, of_mean, of_free = none + 1.0, none + 1.0, none, none  # P, G, A, B
     mean, free, rate = none, none, none
+    if HAS_F:
+        rate = tl.load(beta + column, live, other=1.0)
+    end = ends + (row * chunks + chunks - 1) * (7 * C) + column
+    if ENDS:
+        end -= (chunks - 1 - chunk) * (7 * C)
+    else:
+        for _ in range(chunks - 1 - chunk):
+            part = tl.load(end + 3 * C, live, other=0.0)
+            w = tl.load(end, live, other=0.0) + part * w
+            if HAS_V:
+                w += tl.load(end + 5 * C, live, other=0.0) * rho
+                rho = tl.load(end + C, live, other=0.0) + part * rho
+            if HAS_F:
+                w += tl.load(end + 6 * C, live, other=0.0) * gamma
+                gamma = tl.load(end + 2 * C, live, other=0.0) + tl.load(end + 4 * C, live, other=0.0) * gamma
+            end -= 7 * C
+    first = chunk * length
+    count = tl.minimum(T - first, length)
+    score = x + row * x_row + column * x_channel
+    at = (row * T + first + count - 1) * C + column
     weight = tl.load(weights + at, live, other=LOG_ZERO)
     if HAS_V:
         mean = tl.load(means + at, live, other=0.0)
     if HAS_F:
-        rate, free = tl.load(beta + column, live, other=1.0), tl.load(frees + at, live, other=0.0)
-    for j in range(T):
-        t = T - 1 - j
+        free = tl.load(frees + at, live, other=0.0)
+    for j in range(count):
+        t = first + count - 1 - j
         inside = tl.minimum(t, 1) * C  # the memory that came in stands before the first token
         earlier, entered = column < inside, live & (column >= inside)
         token = tl.maximum(t, 0).to(tl.int64)
@@ -131,29 +179,51 @@ def channel_backward_kernel(
             mean_before = tl.load(means + at - C, earlier, other=0.0)
             mean_before += tl.load(first_mean + start, entered, other=0.0)
             rho += tl.load(d_means + at, live, other=0.0)
-            tl.store(d_v + at, share * rho, live)
+            if ENDS:
+                _own, more, _rho = through_mean(share, keep, value, mean_before, mean, passed)
+                of_mean = of_mean * keep + more
+            else:
+                tl.store(d_v + at, share * rho, live)
             d_own, d_kept, rho = through_mean(share, keep, value, mean_before, mean, rho)
             of_own, of_kept, mean = of_own + d_own, of_kept + d_kept, mean_before
         if HAS_F:
             free_before = tl.load(frees + at - C, earlier, other=0.0)
             free_before += tl.load(first_free + start, entered, other=0.0)
             gamma += tl.load(d_frees + at, live, other=0.0)
+            if ENDS:
+                _own, more, _tilt, _part, passed_free = through_energy(
+                    log_own, log_keep, energy, free_before, free, rate, passed_free
+                )
+                of_free = of_free * keep + more
             d_own, d_kept, tilt, part, gamma = through_energy(log_own, log_keep, energy, free_before, free, rate, gamma)
-            tl.store(d_f + at, part, live)
+            if not ENDS:
+                tl.store(d_f + at, part, live)
             of_own, of_kept, free = of_own + d_own, of_kept + d_kept, free_before
             rate_sum += tilt
-        tl.store(d_x + at, of_own, live)
-        if HAS_A:
-            tl.store(d_a + at, of_kept, live)
-        w = of_kept
-        weight = weight_before
+        if not ENDS:
+            tl.store(d_x + at, of_own, live)
+            if HAS_A:
+                tl.store(d_a + at, of_kept, live)
+        passed *= keep
+        w, weight = of_kept, weight_before
         at -= C
-    tl.store(d_first_weight + start, w, live)
-    if HAS_V:
-        tl.store(d_first_mean + start, rho, live)
-    if HAS_F:
-        tl.store(d_first_free + start, gamma, live)
-        tl.store(d_beta + start, rate_sum, live)
+    if ENDS:
+        tl.store(end, w, live)
+        tl.store(end + C, rho, live)
+        tl.store(end + 2 * C, gamma, live)
+        tl.store(end + 3 * C, passed, live)
+        tl.store(end + 4 * C, passed_free, live)
+        tl.store(end + 5 * C, of_mean, live)
+        tl.store(end + 6 * C, of_free, live)
+    else:
+        if HAS_F:
+            tl.store(d_beta + (row * chunks + chunk) * C + column, rate_sum, live)
+        if chunk == 0:
+            tl.store(d_first_weight + start, w, live)
+            if HAS_V:
+                tl.store(d_first_mean + start, rho, live)
+            if HAS_F:
+                tl.store(d_first_free + start, gamma, live)
 
 
 def channels_by_kernels(
@@ -172,9 +242,11 @@ def _channel_read(*inputs):
     x, a, v, f, *others = inputs
     beta, *memory = (part.contiguous() for part in others)
     out = [beta.new_empty(*x.shape[:2], part.shape[-1]) for part in (x, v, f)]
-    grid, given, sizes, flags = _launch(x, a, v, f)
+    grid, chunks, given, sizes, flags = _launch(x, a, v, f)
+    ends = beta.new_empty(len(x), chunks, 5, x.shape[2])
     with on(x.device):
-        channel_kernel[grid](*given, beta, *memory, *out, *sizes, **flags)
+        for of_ends in (True, False)[chunks == 1 :]:
+            channel_kernel[grid](*given, beta, *memory, ends, *out, *sizes, ENDS=of_ends, **flags)
     return out
 
 
@@ -188,10 +260,14 @@ def _channel_backward(*inputs):
     x, a, v, f, *others, out, grads = inputs
     beta, *memory = (part.contiguous() for part in others)
     grads = [torch.zeros_like(y) if d is None else d.contiguous() for d, y in zip(grads, out)]
-    found = [part.new_empty(part.shape) for part in (x, x, v, f, beta.expand(len(x), -1), *memory)]
-    grid, given, sizes, flags = _launch(x, a, v, f)
+    grid, chunks, given, sizes, flags = _launch(x, a, v, f)
+    found = [part.new_empty(part.shape) for part in (x, x, v, f, beta.expand(len(x) * chunks, -1), *memory)]
+    ends = beta.new_empty(len(x), chunks, 7, x.shape[2])
     with on(x.device):
-        channel_backward_kernel[grid](*given, beta, *memory, *out, *grads, *found, *sizes, **flags)
+        for of_ends in (True, False)[chunks == 1 :]:
+            channel_backward_kernel[grid](
+                *given, beta, *memory, ends, *out, *grads, *found, *sizes, ENDS=of_ends, **flags
+            )  # fmt: skip
     found[4] = found[4].sum(0)
     return found
 
@@ -201,12 +277,19 @@ def _(x, a, v, f, beta, *others):
     return [part.new_empty(part.shape) for part in (x, x, v, f, beta, *others[:3])]
 
 
-def _launch(x: Tensor, a: Tensor | None, v: Tensor, f: Tensor) -> tuple[tuple[int, int], list[Tensor], list[int], dict]:
-    """Of either kernel the grid, x, a, v and f, sizes and flags. Only x may be one number for all tokens."""
+def _launch(
+    x: Tensor, a: Tensor | None, v: Tensor, f: Tensor
+) -> tuple[tuple[int, int], int, list[Tensor], list[int], dict]:
+    """Of either kernel the grid, the chunks of a row, x, a, v and f, sizes and flags. Only x may be one number for all
+    tokens."""
+    (batch, time, width), blocks = x.shape, triton.cdiv(x.shape[2], BLOCK)
+    chunks = min(triton.cdiv(time, SHORTEST), PROGRAMS // (batch * blocks))
+    length = triton.cdiv(time, chunks) if chunks >= FEWEST else time
+    chunks = triton.cdiv(time, length)
     flags = {"HAS_A": a is not None, "HAS_V": v.shape[-1] > 0, "HAS_F": f.shape[-1] > 0, "BLOCK": BLOCK, "num_warps": 1}
     (v, v_row), (f, f_row), (a, a_row) = by_tokens(v), by_tokens(f), (x, 0) if a is None else by_tokens(a)
-    sizes = [*x.shape[1:], *x.stride(), a_row, v_row, f_row]
-    return (triton.cdiv(x.shape[2], BLOCK), len(x)), [x, a, v, f], sizes, flags
+    sizes = [time, width, chunks, length, *x.stride(), a_row, v_row, f_row]
+    return (blocks, batch * chunks), chunks, [x, a, v, f], sizes, flags
 
 
 def _save(ctx, inputs, output):

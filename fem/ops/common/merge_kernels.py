@@ -96,6 +96,18 @@ def grown(weight, lost, own):
 
 
 @triton.jit
+def merged(weight, lost, mean, free, own, value, energy, rate, HAS_V: tl.constexpr, HAS_F: tl.constexpr):
+    """A cell after what has the log-weight `own`: L in two numbers, mean and F; 0 of a cell without weight."""
+    weight, lost, gain = grown(weight, lost, own)
+    seen = weight > NO_WEIGHT
+    if HAS_V:
+        mean = tl.where(seen, merged_means(gain, mean, value), 0.0)
+    if HAS_F:
+        free = tl.where(seen, merged_energies(gain, free, energy, rate), 0.0)
+    return weight, lost, mean, free
+
+
+@triton.jit
 def share_apart(log_share, z):
     """e^{log_share} (e^z - 1), for log_share <= 0 and log_share + z <= 0."""
     share = tl.exp(log_share)

@@ -24,12 +24,12 @@ from fem.ops.common.merge_kernels import (
     LOG_ZERO,
     NO_WEIGHT,
     fallen,
-    grown,
     log_add,
     log_average,
     log_or_zero,
     log_shares,
     log_sum,
+    merged,
     merged_energies,
     merged_means,
     share_apart,
@@ -104,13 +104,7 @@ def moved(step, height, into, a, opens, token):
 def entered(weight, lost, mean, free, fall, x, value, energy, rate, HAS_V: tl.constexpr, HAS_F: tl.constexpr):
     """The cells after a token."""
     weight, lost = fallen(weight, lost, fall)
-    weight, lost, gain = grown(weight, lost, x)
-    seen = weight > NO_WEIGHT
-    if HAS_V:
-        mean = tl.where(seen, merged_means(gain, mean, value[:, None]), 0.0)
-    if HAS_F:
-        free = tl.where(seen, merged_energies(gain, free, energy[:, None], rate[:, None]), 0.0)
-    return weight, lost, mean, free
+    return merged(weight, lost, mean, free, x, value[:, None], energy[:, None], rate[:, None], HAS_V, HAS_F)
 
 
 @triton.jit
