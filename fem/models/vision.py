@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 from fem.checks import finite_number
 from fem.config import FreeEnergyMixerConfig, build_config
@@ -194,6 +195,7 @@ class FEMImagePreTrainedModel(FEMPreTrainedModel):
     input_modalities = ("image",)
     accepts_loss_kwargs = False
     _no_split_modules = ["PatchTokens", "FEMImageBlock"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": FEMImageBlock}  # noqa: RUF012
 
     @staticmethod
     def _no_engine(config: FEMImageConfig) -> str:
@@ -219,15 +221,12 @@ class FEMImageModel(FEMImagePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @can_return_tuple
-    def forward(self, pixel_values: Tensor, output_hidden_states: bool | None = None) -> BaseModelOutput:
-        record = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(self, pixel_values: Tensor, output_hidden_states: bool = False) -> BaseModelOutput:
         x = self.tokens(pixel_values)
-        hidden_states = (x,)
         for block in self.layers:
             x = block(x)
-            hidden_states = (*hidden_states, x) if record else hidden_states
-        return BaseModelOutput(last_hidden_state=self.norm(x), hidden_states=hidden_states if record else None)
+        return BaseModelOutput(last_hidden_state=self.norm(x))
 
 
 class FEMForImageClassification(AsksNoDecay, FEMImagePreTrainedModel):
@@ -247,10 +246,8 @@ class FEMForImageClassification(AsksNoDecay, FEMImagePreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(
-        self, pixel_values: Tensor, labels: Tensor | None = None, output_hidden_states: bool | None = None
-    ) -> ImageClassifierOutput:
-        outputs = self.model(pixel_values, output_hidden_states=output_hidden_states)
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs) -> ImageClassifierOutput:
+        outputs = self.model(pixel_values, **kwargs)
         x = outputs.last_hidden_state
         logits = self.classifier(x[:, 0] if self.config.pooling == "cls" else x.mean(1))
         return ImageClassifierOutput(
