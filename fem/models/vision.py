@@ -17,9 +17,8 @@ from transformers.utils.output_capturing import capture_outputs
 from fem.checks import finite_number
 from fem.config import FreeEnergyMixerConfig, build_config
 from fem.mixer import FreeEnergyMixer
-from fem.models.configuration import check_names, check_sizes, refuse_unknown
+from fem.models.configuration import CheckedConfig, check_names
 from fem.models.modeling import FEMPreTrainedModel
-from fem.models.opener import OpensWithFEM
 from fem.models.presets import TRANSFORMER
 from fem.optim import AsksNoDecay
 
@@ -33,7 +32,7 @@ SIZES = {  # the fields that are positive integers, and what may stand in their 
 
 
 @no_type_check  # the tests' shape checks take a constructor's arguments from the fields, but transformers' has more
-class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
+class FEMImageConfig(CheckedConfig, PreTrainedConfig):
     """Sizes and mixers of a `FEMForImageClassification`. The defaults are DeiT-Tiny's; DeiT-Small has hidden_size 384
     and 6 heads.
 
@@ -74,18 +73,12 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
 
     def __post_init__(self, **values):
         values.pop("auto_map", None)  # the class knows it
-        refuse_unknown(self, values)
+        self.refuse_unknown(values)
         self._check_sizes()
         built = self.mixer_config()
         if self.intermediate_size is None:
             self.intermediate_size = self._matching_mlp(built)
         super().__post_init__(**values)
-
-    @classmethod
-    def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
-        """The config of a dict; fields among kwargs, those of from_pretrained, are read as the constructor's are."""
-        given = {name: kwargs.pop(name) for name in FEMImageConfig.__annotations__ if name in kwargs}
-        return super().from_dict(config_dict | given, **kwargs)
 
     def mixer_config(self) -> FreeEnergyMixerConfig:
         """The configuration of every layer's mixer."""
@@ -114,7 +107,7 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
         return width
 
     def _check_sizes(self):
-        check_sizes(self, SIZES, ("layer_norm_eps", "initializer_range"))
+        self.check_sizes(SIZES, ("layer_norm_eps", "initializer_range"))
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size must divide image_size = {self.image_size}, got {self.patch_size}.")
         check_names("mixer", self.mixer, {"n_embd", "n_head", "prior_type"})
