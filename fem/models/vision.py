@@ -186,7 +186,6 @@ class FEMImagePreTrainedModel(FEMPreTrainedModel):
     config_class = FEMImageConfig
     main_input_name = "pixel_values"
     input_modalities = ("image",)
-    accepts_loss_kwargs = False
     _no_split_modules = ["PatchTokens", "FEMImageBlock"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": FEMImageBlock}  # noqa: RUF012
 
