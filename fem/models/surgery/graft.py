@@ -73,28 +73,28 @@ def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
         raise ValueError(
             "use_lse without use_temperature drops the original's mean; leave it out or pass preserve=False."
         )
-    start = {"use_conv": False}
+    start = {"use_conv": False, "use_rope": False}  # queries and keys come as the original has turned them
     start |= {"lambda_init": LAMBDA_INIT} if config.get("use_temperature", True) else {"use_lse": False}
-    return FreeEnergyHead(FreeEnergyMixerConfig(**site.fields | site.widths | start | config))
+    return FreeEnergyHead(FreeEnergyMixerConfig(**site.fields | start | config))
 
 
 def _mixer(site: Site, prior_type: str, config: dict) -> FreeEnergyMixer:
-    if site.swap is None:
+    if site.fresh is None:
         raise ValueError(
             f"{type(site.module).__name__} is called in a way that a fresh mixer cannot take; pass preserve=True."
         )
     for name, others in {"n_embd": (), "causal": (True,)}.items():  # a call or its mask may be causal
-        if config.get(name, site.fields[name]) not in (site.fields[name], *others):
+        if config.get(name, site.fresh[name]) not in (site.fresh[name], *others):
             raise ValueError(
-                f"{name} is set by the original to {site.fields[name]!r}, got {config[name]!r}; leave it out."
+                f"{name} is set by the original to {site.fresh[name]!r}, got {config[name]!r}; leave it out."
             )
-    originals = dict(site.softmax_fields or {}) if prior_type == "softmax" else {}
-    if config.get("n_head", site.fields["n_head"]) != site.fields["n_head"]:
-        originals.pop("n_kv_head", None)  # it belongs to the original's heads
-    fields = site.fields | originals | config
-    turned = "rope_theta" in getattr(PRIORS.get(prior_type), "uses", ()) and fields.get("use_rope", True)
-    if "rope_theta" not in config and (not turned or fields.get("rope_frequencies") is not None):
-        fields.pop("rope_theta", None)  # the original's, which nothing would read
+    fields = site.fresh | config
+    unread = {"n_kv_head", "window", "rope_theta"} - {*getattr(PRIORS.get(prior_type), "uses", ())}
+    if fields["n_head"] != site.fresh["n_head"]:
+        unread.add("n_kv_head")  # it belongs to the original's heads
+    if not fields["use_rope"] or fields.get("rope_frequencies") is not None:
+        unread.add("rope_theta")
+    fields = {name: value for name, value in fields.items() if name in config or name not in unread}
     return FreeEnergyMixer(FreeEnergyMixerConfig.matched(prior_type=prior_type, **fields))
 
 

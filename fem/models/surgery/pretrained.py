@@ -97,19 +97,16 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
     first = next(part for name, part in module.named_children() if name in projections)
     groups = _first(module, ("num_key_value_groups",))
     kv_heads = heads // groups if groups else _first(module, KV_HEADS) or heads
-    theta = _rope_theta(module)
-    causal = _is_causal(module) or bool(getattr(module, "is_decoder", False))  # NLLB-MoE's decoder says the latter only
     width_in = getattr(first, "in_features", first.weight.shape[0])  # GPT-2's Conv1D has no in_features
-    sizes = {"n_embd": width_in, "n_head": heads, "causal": causal, "dropout": _dropout(module)}
+    sizes = {"n_embd": width_in, "n_head": heads, "n_kv_head": kv_heads}
     return Site(
         module,
         first.weight,
-        fields=sizes | ({"use_rope": False} if theta is None else {"use_rope": True, "rope_theta": theta}),
-        widths={"n_kv_head": kv_heads, "fem_dim": heads * width, "qk_dim": heads * width},
+        fields=sizes | {"fem_dim": heads * width, "qk_dim": heads * width},
         graft=lambda head: _graft(module, head),
         compare=_compare,
-        swap=partial(_swap, module, parent) if _takes_a_mixer(module, projections) else None,
-        softmax_fields={"n_kv_head": kv_heads, "window": _window(module)},
+        fresh=sizes | _fresh_fields(module) if _takes_a_mixer(module, projections) else None,
+        swap=partial(_swap, module, parent),
     )
 
 
@@ -125,10 +122,16 @@ def _takes_a_mixer(module: nn.Module, projections: set[str]) -> bool:
     return projections in SWAPPED and known and not (chunked or hybrid or crossed)
 
 
-def _window(module: nn.Module) -> int | None:
-    """The layer's own window, or the config's where that is a field of its class, as Mistral's is."""
+def _fresh_fields(module: nn.Module) -> dict:
+    """What decides which tokens a mixer in its place sees, and where. The window is the layer's own, or the config's
+    where that is a field of its class, as Mistral's is."""
     declared = "sliding_window" in {field.name for field in fields(module.config)}
-    return getattr(module, "sliding_window", module.config.sliding_window if declared else None)
+    window = getattr(module, "sliding_window", module.config.sliding_window if declared else None)
+    causal = _is_causal(module) or bool(getattr(module, "is_decoder", False))  # NLLB-MoE's decoder says the latter only
+    rope = getattr(module.config, "rope_parameters", None) or {}
+    theta = rope.get(getattr(module, "layer_type", None), rope).get("rope_theta")
+    turned = {"use_rope": False} if theta is None else {"use_rope": True, "rope_theta": theta}
+    return {"causal": causal, "dropout": _dropout(module), "window": window} | turned
 
 
 def _width(module: nn.Module, heads: int | None) -> int | None:
@@ -201,11 +204,6 @@ def _first(thing: object, names: Iterable[str]) -> int | None:
 def _is_causal(attention: nn.Module) -> bool:
     """Whether transformers' attention functions would read causally; the eager one leaves that to its mask."""
     return bool(getattr(attention, "is_causal", attention.config._attn_implementation != "eager"))
-
-
-def _rope_theta(attention: nn.Module) -> float | None:
-    rope = getattr(attention.config, "rope_parameters", None) or {}
-    return rope.get(getattr(attention, "layer_type", None), rope).get("rope_theta")
 
 
 def _dropout(attention: nn.Module) -> float:
