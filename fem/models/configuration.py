@@ -8,9 +8,10 @@ from typing import no_type_check
 
 from transformers import PreTrainedConfig
 
+from fem.arguments import check_flags
 from fem.checks import finite_number, positive_int, unknown_field
 from fem.config import FreeEnergyMixerConfig, build_config
-from fem.models.engines.obstacles import attends, head_width, layer_type, obstacle_to_pages
+from fem.models.engines.obstacles import attends, layer_type, obstacle_to_pages
 from fem.models.engines.parallel import tensor_plan
 from fem.models.opener import OpensWithFEM
 from fem.models.rope import check_turns, read_rope, scaled
@@ -99,8 +100,8 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
     A layer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a
     width: fem_dim, fem_ratio, qk_dim or p_t_to_fem_ratio.
 
-    Raises ValueError on sizes that no model can have and on fields given in two places, TypeError on unknown fields,
-    its own and the mixers'.
+    Raises ValueError on sizes that no model can have and on fields given in two places, TypeError on flags that are
+    none and on unknown fields, its own and the mixers'.
     """
 
     model_type = "fem"
@@ -208,7 +209,14 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
 
     @property
     def head_dim(self) -> int:
-        return head_width(self)
+        """Width of a head in an engine's cache, where keys and values have the same.
+
+        It is that of the keys, attention's own, where what is read is no wider: in the paper's shape, 2 d_v = d_k, and
+        of split values, d_v <= d_k. Wider reads are rounded up to a multiple of 32.
+        """
+        mixers = self.mixer_configs()
+        key, read = (max(getattr(mixer, name) for mixer in mixers) for name in ("key_width", "read_width"))
+        return key if read <= key else -(-read // 32) * 32
 
     @property
     def layer_types(self) -> list[str] | None:
@@ -232,9 +240,7 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
 
     def _check_sizes(self):
         self.check_sizes(SIZES, ("rms_norm_eps", "initializer_range"))
-        for name in ("tie_word_embeddings", "use_cache"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        check_flags(tie_word_embeddings=self.tie_word_embeddings, use_cache=self.use_cache)
         if self.layer_priors is not None and len(self.layer_priors) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_priors must have one entry per layer, num_hidden_layers = {self.num_hidden_layers}, "

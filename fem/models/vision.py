@@ -19,7 +19,7 @@ from fem.config import FreeEnergyMixerConfig, build_config
 from fem.mixer import FreeEnergyMixer
 from fem.models.configuration import CheckedConfig, check_names
 from fem.models.modeling import FEMPreTrainedModel
-from fem.models.presets import TRANSFORMER
+from fem.models.presets import TRANSFORMER, narrowed_mlp
 from fem.optim import AsksNoDecay
 
 ENCODER = {"causal": False, "use_rope": False}
@@ -97,14 +97,7 @@ class FEMImageConfig(CheckedConfig, PreTrainedConfig):
     def _matching_mlp(self, mixer: FreeEnergyMixerConfig) -> int:
         attention = self._build({"prior_type": TRANSFORMER["prior_type"], **TRANSFORMER["mixer"]})
         excess = _parameters(mixer) - _parameters(attention)
-        step = max(1, self.hidden_size // 32)
-        width = 4 * self.hidden_size - step * round(excess / (step * (2 * self.hidden_size + 1)))
-        if width < 1:
-            raise ValueError(
-                f"mixer has {excess} parameters more than attention, which the MLP cannot make up for; narrow it, or "
-                "give intermediate_size."
-            )
-        return width
+        return narrowed_mlp(4 * self.hidden_size, excess, 2 * self.hidden_size + 1, self.hidden_size)
 
     def _check_sizes(self):
         self.check_sizes(SIZES, ("layer_norm_eps", "initializer_range"))

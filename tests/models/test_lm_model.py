@@ -404,8 +404,8 @@ def test_swiglu_follows_the_width_unless_given():
         ({"layer_priors": ["softmax", {"n_embd": 5}]}, ValueError, "n_embd"),
         ({"prior_type": "attention"}, ValueError, "prior_type must be one of"),
         ({"prior_type": 5}, ValueError, "prior_type must be one of .*; got 5"),
-        ({"use_cache": "no"}, ValueError, "use_cache must be True or False, got 'no'"),
-        ({"tie_word_embeddings": "false"}, ValueError, "tie_word_embeddings must be True or False, got 'false'"),
+        ({"use_cache": "no"}, TypeError, "use_cache must be True or False, got 'no'"),
+        ({"tie_word_embeddings": "false"}, TypeError, "tie_word_embeddings must be True or False, got 'false'"),
         ({"mixer": {"use_convv": True}}, TypeError, "did you mean 'use_conv'"),
         ({"mixer": {"n_head": 4}}, ValueError, "num_attention_heads"),
         ({"mixer": {"causal": False}}, ValueError, "causal"),
@@ -530,5 +530,5 @@ def test_impossible_presets_are_refused():
         preset("fem-sm-7b")
     with pytest.raises(TypeError, match="mixer must be a dict of mixer fields, got 3"):
         preset("fem-sm-tiny", mixer=3)
-    with pytest.raises(ValueError, match="no room for a SwiGLU"):
+    with pytest.raises(ValueError, match="the mixers leave no room for an MLP"):
         with_parameters(small_config(), 10)
