@@ -105,7 +105,7 @@ def narrowed_mlp(width: int, excess: int | float, per_unit: int, hidden_size: in
     narrowed = width - step * round(excess / (step * per_unit))
     if narrowed < 1:
         raise ValueError(
-            f"the mixers leave no room for an MLP: they have {excess:.0f} parameters a layer too many, and one of width "
-            f"{width} has {per_unit * width}; narrow them, or give intermediate_size."
+            f"the mixers leave no room for an MLP: they have {excess:.0f} parameters a layer too many, and one of "
+            f"width {width} has {per_unit * width}; narrow them, or give intermediate_size."
         )
     return narrowed

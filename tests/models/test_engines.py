@@ -112,14 +112,6 @@ def test_a_model_reads_exactly_unless_an_engine_is_named():
         served(model, "sdpa", tokens(1, 3), past_key_values=model(tokens(1, 3), use_cache=True).past_key_values)
 
 
-def test_an_engine_is_chosen_when_a_model_is_loaded(tmp_path):
-    model, ids = small_model(), tokens(1, 9)
-    model.save_pretrained(tmp_path)
-    loaded = FEMForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
-    torch.testing.assert_close(loaded(ids).logits, served(model, "sdpa", ids).logits)
-    assert FEMForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "exact"
-
-
 def test_an_engine_of_ones_own_is_given_keys_and_values_of_one_width():
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 

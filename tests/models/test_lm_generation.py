@@ -108,15 +108,6 @@ def test_left_padded_batch_generates_as_single_rows(kind_of_model):
         assert torch.equal(padded[row, 8 - length :], single[0])
 
 
-def test_left_padding_stays_masked_in_the_cache(model):
-    ids = tokens(2, 9)
-    mask = torch.ones(2, 9, dtype=torch.long)
-    mask[1, :4] = 0
-    cache = model(ids[:, :6], attention_mask=mask[:, :6], use_cache=True).past_key_values
-    step = model(ids[:, 6:], attention_mask=mask, past_key_values=cache)
-    close(step.logits[1], model(ids[1:, 4:]).logits[0, -3:])
-
-
 def test_rows_longer_than_the_config_says_are_read_and_written(softmax_model):
     """As by other models with rotary positions, in the exact form and by an engine."""
     ids = tokens(2, 70).clamp_min(1)

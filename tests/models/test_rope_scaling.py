@@ -60,6 +60,7 @@ def test_a_scaled_model_says_the_same_token_by_token_reopened_and_in_an_engine(k
     assert (unscaled(ids).logits - whole).abs().max() > 1e-3
     if layer != "gla":
         served = FEMForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
+        assert served.config._attn_implementation == "sdpa"
         torch.testing.assert_close(served(ids).logits, whole, rtol=1e-3, atol=1e-4)
 
 
