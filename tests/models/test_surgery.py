@@ -25,6 +25,7 @@ from layers import some_pairs  # noqa: E402
 from originals import DECODER, DECODERS, GROUPED, PADDED, TEXT, Attention, bert, close, decoder, lively, tokens, vision  # noqa: E402
 from small_models import VOCABULARY, awake, small_config  # noqa: E402
 
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": VOCABULARY}
 PICTURE = {"image_size": 8, "patch_size": 4}
 
 
@@ -317,8 +318,8 @@ def test_heads_need_not_divide_the_width_of_the_model():
         (lambda: fem.models.FEMForCausalLM(small_config()), "FEMForCausalLM, which is built of Free Energy Mixers"),
         (lambda: nn.MultiheadAttention(32, 4, kdim=16, vdim=16), "MultiheadAttention.*kdim"),
         (lambda: nn.MultiheadAttention(32, 4, add_bias_kv=True), "add_bias_kv"),
-        (lambda: transformers.FalconModel(falcon()), "FalconAttention.*attention functions"),
-        (lambda: decoder_of("DiffLlama"), "DiffLlamaAttention.*groupnorm"),
+        (lambda: transformers.FalconModel(transformers.FalconConfig(**SMALL)), "FalconAttention.*attention functions"),
+        (lambda: transformers.DiffLlamaModel(transformers.DiffLlamaConfig(**SMALL)), "DiffLlamaAttention.*groupnorm"),
         (lambda: with_an_indexer(), "LlamaAttention.*parts that are not known to leave a plain softmax .*indexer"),
         (lambda: cross_attention_alone(), "cross-attention"),
         (lambda: nn.Sequential(Attention(gated=True)), "gate"),
@@ -330,15 +331,6 @@ def test_heads_need_not_divide_the_width_of_the_model():
 def test_what_cannot_be_replaced_is_refused_by_name(as_users_run, build, name, preserve):
     with pytest.raises((TypeError, ValueError), match=name):
         replace_attention(build(), preserve=preserve)
-
-
-def falcon() -> transformers.FalconConfig:
-    return transformers.FalconConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=VOCABULARY)
-
-
-def decoder_of(family: str, **fields) -> nn.Module:
-    config = getattr(transformers, f"{family}Config")(**GROUPED | {"num_hidden_layers": 1} | fields)
-    return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
 def with_an_indexer() -> nn.Module:
