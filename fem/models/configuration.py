@@ -174,17 +174,12 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
 
     def mixer_configs(self) -> list[FreeEnergyMixerConfig]:
         """The configuration of every layer's mixer, in order; built again where a field that they read has changed."""
-        said = repr([getattr(self, name, None) for name in READ_BY_MIXERS])
+        said = repr([getattr(self, name) for name in READ_BY_MIXERS])
         if vars(self).get(BUILT, ("",))[0] != said:
-            vars(self)[BUILT] = said, self._built_mixers()
+            layers = self._layer_fields()
+            built = {kind: self._build(fields) for kind, fields in {repr(layer): layer for layer in layers}.items()}
+            vars(self)[BUILT] = said, [built[repr(layer)] for layer in layers]
         return list(vars(self)[BUILT][1])
-
-    def _built_mixers(self) -> list[FreeEnergyMixerConfig]:
-        layers, built = self._layer_fields(), []
-        for layer, layer_fields in enumerate(layers):
-            first = layers.index(layer_fields)
-            built.append(self._build(layer_fields) if first == layer else built[first])
-        return built
 
     def _layer_fields(self) -> list[dict]:
         """Each layer's own fields, and the shared ones, without those that only the priors of other layers read."""

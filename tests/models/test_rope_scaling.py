@@ -143,12 +143,6 @@ def test_a_layer_without_rotation_stays_without():
     assert [mixer.rope_frequencies is None for mixer in config.mixer_configs()] == [True, True, False]
 
 
-@pytest.mark.parametrize("fields", [{"prior_type": "mamba"}, {"mixer": {"use_rope": False}}], ids=str)
-def test_angles_that_no_layer_turns_by_are_refused(fields):
-    with pytest.raises(ValueError, match="rope_parameters needs a layer with rotary positions"):
-        small_config(rope_parameters=SCALED["yarn"], **fields)
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
