@@ -301,13 +301,6 @@ def test_threads_keep_their_features_apart():
                 close(each, one, 1e-5)
 
 
-def test_heads_need_not_divide_the_width_of_the_model():
-    config = transformers.Qwen3Config(**GROUPED | {"hidden_size": 40, "num_attention_heads": 6, "head_dim": 8})
-    model = lively(transformers.Qwen3ForCausalLM(config))
-    wanted = model(tokens()).logits
-    close(replace_attention(model, lambda_init=-20.0)(tokens()).logits, wanted, 1e-4)
-
-
 # --- refusals
 
 
