@@ -25,11 +25,10 @@ from fem.models.surgery.site import CrossAttention, Refused, Site
 
 FREE_ENERGY = "free_energy"
 QUERIES = (  # the projections that make queries, keys and values: three maps, two, or one
-    *("q_proj k_proj v_proj", "query key value", "q_lin k_lin v_lin", "q_proj kv_proj", "c_attn", "query_key_value"),
+    *("q_proj k_proj v_proj", "query key value", "q_lin k_lin v_lin", "c_attn", "query_key_value"),
     *("qkv_proj", "Wqkv", "qkv", "in_proj", "q k v", "linear_q linear_k linear_v", "kv_a_proj_with_mqa kv_b_proj"),
     "q_proj",  # over the keys and values of an earlier layer
 )
-SINKS = "sinks"  # scores of a key with value 0, one for every head
 SWAPPED = ({"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"}, {"c_attn"})  # a mixer may stand in their place
 ARGUMENTS = {  # what the attention is called with, where a MixerAttention may stand in its place
     *("hidden_states", "attention_mask", "position_embeddings", "position_ids", "past_key_values", "cache"),
@@ -42,24 +41,15 @@ OUTPUTS = {
     "linear_out",
 }
 BESIDE = {  # parts that an attention may have besides: they make what is read, or come after the read
-    *("q_norm", "k_norm", "v_norm", "qk_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"),
-    *("rotary_emb", "rotary_fn", "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_layernorm"),
+    *("rotary_emb", "q_proj", "q_a_proj", "q_b_proj", "gate_proj", "g_proj"),
     *("relative_attention_bias", "relative_position_bias", "relative_k_proj", "linear_pos", "distance_embedding"),
-    *("gate_proj", "g_proj", "o_norm", "attn_sub_norm", "inner_attn_ln", "LayerNorm"),
-    *("dropout", "attn_dropout", "attention_dropout", "resid_dropout", "out_drop", "proj_drop", "projection_dropout"),
-    "output_dropout",
 }
-OWN = {SINKS, "bias_u", "bias_v", "pos_bias_u", "pos_bias_v", "scaling", "gate_bias"}  # parameters, likewise
-CROSS_NAMES = {
-    *("encoder_attn", "crossattention", "cross_attn", "cross_attention", "encoder_attention", "enc_attn"),
-    "EncDecAttention",
-}
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
-HEAD_WIDTHS = (
-    *("v_head_dim", "head_dim", "attention_head_size", "head_size", "dim_head", "head_width"),
-    "key_value_proj_dim",
-)
+ANYWHERE = ("Norm", "Dropout", "Identity")  # in the names of their classes: likewise, whatever they are called
+OWN = {"sinks", "bias_u", "bias_v", "pos_bias_u", "pos_bias_v", "scaling", "gate_bias"}  # parameters, likewise
+CROSS_NAMES = {"encoder_attn", "crossattention", "cross_attn", "cross_attention", "EncDecAttention"}
+HEADS = ("num_heads", "num_attention_heads", "n_heads")
+KV_HEADS = ("num_key_value_heads", "kv_heads")
+HEAD_WIDTHS = ("v_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 UNREADABLE = {  # arguments of an attention function that change p in ways a softmax read has no place for
     "cache": "it reads a paged cache",
     "relative_position_bias": "it adds a position bias of its own",
@@ -79,7 +69,8 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
     parts = {name for name, _ in module.named_children()}
     projections = next((names for names in map(set, map(str.split, QUERIES)) if names <= parts), None)
     parameters = [name for name, _ in module.named_parameters(recurse=False) if name not in OWN]
-    if projections is None or len(parts & OUTPUTS) > 1 or parts - projections - OUTPUTS - BESIDE or parameters:
+    known = {name for name, part in module.named_children() if any(kind in type(part).__name__ for kind in ANYWHERE)}
+    if projections is None or len(parts & OUTPUTS) > 1 or parts - projections - OUTPUTS - BESIDE - known or parameters:
         raise Refused(
             f"it has parts that are not known to leave a plain softmax ({', '.join(sorted([*parts, *parameters]))})"
         )
