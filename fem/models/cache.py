@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -142,22 +143,9 @@ def memory_of(cache: Cache, layer: int, fixed: bool = False) -> MixerMemory:
     fixed: whether the state has a fixed size, so that an empty layer of a StaticCache will do as well.
     Raises ValueError where the layer is of another kind, or holds keys and values.
     """
-    layers = cache.layers
-    if layer == len(layers):
-        layers.append(MixerMemory())
-    memory = layers[layer]
-    if isinstance(memory, MixerMemory):
-        return memory
-    dynamic = type(memory) in (DynamicLayer, DynamicSlidingWindowLayer)
-    if memory.is_initialized or not (dynamic or (fixed and type(memory) is StaticLayer)):
-        empty = "DynamicCache or StaticCache" if fixed else "DynamicCache"
-        raise ValueError(
-            f"past_key_values must be a cache of this model's states, or an empty {empty}, got "
-            f"{type(memory).__name__} in layer {layer}, as each mixer keeps a state of its own; leave past_key_values "
-            "and cache_implementation out and the model makes one."
-        )
-    layers[layer] = MixerMemory() if dynamic else FixedMemory()
-    return layers[layer]
+    places = {DynamicLayer: MixerMemory, DynamicSlidingWindowLayer: MixerMemory}
+    places |= {StaticLayer: FixedMemory} if fixed else {}
+    return _placed(cache, layer, places, MixerMemory, "each mixer keeps a state of its own")
 
 
 def place_beside_keys(cache: Cache, layer: int) -> Float[Tensor, "b c"] | None:
@@ -166,20 +154,27 @@ def place_beside_keys(cache: Cache, layer: int) -> Float[Tensor, "b c"] | None:
     An empty layer is exchanged for transformers' own that keeps a state beside keys and values, in which
     `cache.update_recurrent_state` then writes. Raises ValueError on another kind of cache.
     """
+    dynamic, static = LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer
+    places = {DynamicLayer: dynamic, StaticLayer: lambda: static(cache.layers[layer].max_cache_len)}
+    held = _placed(cache, layer, places, (dynamic, static), "the conditioner keeps a state beside the keys")
+    return held.recurrent_states[0]
+
+
+def _placed(cache: Cache, layer: int, places: dict[type, Callable], wanted, reason: str) -> CacheLayerMixin:
+    """A layer of a cache, of a `wanted` kind: an empty one of transformers is exchanged for its entry in `places`."""
     layers = cache.layers
     if layer == len(layers):
         layers.append(DynamicLayer())
-    held = layers[layer]
-    if not held.is_initialized and type(held) is DynamicLayer:
-        held = layers[layer] = LinearAttentionAndFullAttentionLayer()
-    elif not held.is_initialized and type(held) is StaticLayer:
-        held = layers[layer] = LinearAttentionAndStaticFullAttentionLayer(held.max_cache_len)
-    if not isinstance(held, (LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer)):
+    if type(layers[layer]) in places and not layers[layer].is_initialized:
+        layers[layer] = places[type(layers[layer])]()
+    if not isinstance(layers[layer], wanted):
+        empty = "DynamicCache or StaticCache" if StaticLayer in places else "DynamicCache"
         raise ValueError(
-            "past_key_values must be an empty DynamicCache or StaticCache, or one that this model has filled, as the "
-            f"conditioner keeps a state beside the keys, got {type(held).__name__} in layer {layer}."
+            f"past_key_values must be an empty {empty}, or one that this model has filled, got "
+            f"{type(layers[layer]).__name__} in layer {layer}, as {reason}; leave past_key_values and "
+            "cache_implementation out and the model makes one."
         )
-    return held.recurrent_states[0]
+    return layers[layer]
 
 
 class FEMCache(DynamicCache):

@@ -8,9 +8,10 @@ from typing import no_type_check
 
 from transformers import PreTrainedConfig
 
+from fem.arguments import check_flags
 from fem.checks import finite_number, positive_int, unknown_field
 from fem.config import FreeEnergyMixerConfig, build_config
-from fem.models.engines.obstacles import attends, head_width, layer_type, obstacle_to_pages
+from fem.models.engines.obstacles import attends, layer_type, obstacle_to_pages
 from fem.models.engines.parallel import tensor_plan
 from fem.models.opener import OpensWithFEM
 from fem.models.rope import check_turns, read_rope, scaled
@@ -38,8 +39,51 @@ SIZES = {  # the fields that are positive integers, and what may stand in their 
 }
 
 
+class CheckedConfig(OpensWithFEM):
+    """Mixed into a config: its fields are checked wherever they are given, and unknown ones are refused."""
+
+    @classmethod
+    def own_fields(cls) -> list[str]:
+        """The fields that not every config of transformers has."""
+        common = {field.name for field in fields(PreTrainedConfig)}
+        return [field.name for field in fields(cls) if field.name not in common]
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
+        """The config of a dict; fields among kwargs, those of from_pretrained, are read as the constructor's are."""
+        given = {name: kwargs.pop(name) for name in cls.own_fields() if name in kwargs}
+        return super().from_dict(config_dict | given, **kwargs)
+
+    def refuse_unknown(self, values: dict) -> None:
+        """Raise TypeError on a field that no class of the configuration has: transformers would keep it unread.
+
+        What was read from a file, with model_type beside it, may hold what other programs wrote there.
+        """
+        if not values or "model_type" in values:
+            return
+        kept = vars(PreTrainedConfig(**values))
+        unknown = [name for name in values if name in kept]
+        if unknown:
+            raise unknown_field(type(self).__name__, unknown[0], values[unknown[0]], self.own_fields())
+
+    def check_sizes(self, sizes: dict[str, tuple], numbers: tuple[str, ...]) -> None:
+        """Raise unless sizes and numbers are some, heads divide the width, and `mixer` is a dict, which is copied."""
+        for name, others in sizes.items():
+            if getattr(self, name) not in others:
+                positive_int(name, getattr(self, name), others)
+        for name in numbers:
+            finite_number(name, getattr(self, name), 0.0, math.inf)
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"num_attention_heads must divide hidden_size = {self.hidden_size}, got {self.num_attention_heads}."
+            )
+        if not isinstance(self.mixer or {}, dict):
+            raise TypeError(f"mixer must be a dict of mixer fields, got {self.mixer!r}.")
+        self.mixer = dict(self.mixer or {})
+
+
 @no_type_check  # the tests' shape checks take a constructor's arguments from the fields, but transformers' has more
-class FEMConfig(OpensWithFEM, PreTrainedConfig):
+class FEMConfig(CheckedConfig, PreTrainedConfig):
     """Sizes and mixers of a `FEMForCausalLM`: pre-norm blocks of a Free Energy Mixer and a SwiGLU.
 
     num_key_value_heads: key heads of the softmax layers, or None for as many as there are query heads.
@@ -56,8 +100,8 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     A layer has the linear weights of plain attention (`FreeEnergyMixerConfig.matched`), unless its fields name a
     width: fem_dim, fem_ratio, qk_dim or p_t_to_fem_ratio.
 
-    Raises ValueError on sizes that no model can have and on fields given in two places, TypeError on unknown fields,
-    its own and the mixers'.
+    Raises ValueError on sizes that no model can have and on fields given in two places, TypeError on flags that are
+    none and on unknown fields, its own and the mixers'.
     """
 
     model_type = "fem"
@@ -78,6 +122,7 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None
     max_position_embeddings: int | str | None = "auto"
+    rope_parameters: dict | None = None
     prior_type: str = "softmax"
     layer_priors: list | None = None
     mixer: dict | None = None
@@ -95,7 +140,6 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
             raise ValueError(
                 "this folder was written by fem train and is no model: open one of the folders checkpoint-N in it."
             )
-        rope = values.pop("rope_parameters", None)
         if values.pop("rope_scaling", None) is not None:
             raise TypeError("FEMConfig has no field 'rope_scaling'; pass rope_parameters, with a rope_type.")
         typed = "model_type" not in values  # else read from a file, in which other programs may have written
@@ -104,9 +148,9 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
             if field in MIXER_FIELDS:
                 remedy = MODEL_NAMES.get(name, f"mixer={{{field!r}: {values[name]!r}}}")
                 raise ValueError(f"FEMConfig has no field {name!r}, which belongs to the mixers; pass {remedy}.")
-        refuse_unknown(self, values)
+        self.refuse_unknown(values)
         self._check_sizes()
-        read_rope(self, rope)
+        read_rope(self)
         if self.intermediate_size is None:
             self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
         if self.num_key_value_heads is None:
@@ -120,15 +164,6 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         self.base_model_tp_plan = tensor_plan(self)
         super().__post_init__(**values)
 
-    @classmethod
-    def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
-        """The config of a dict; fields among kwargs, those of from_pretrained, are read as the constructor's are."""
-        given = {name: kwargs.pop(name) for name in (*FEMConfig.__annotations__, "rope_parameters") if name in kwargs}
-        if "rope_theta" in (given.get("rope_parameters") or {}):  # of which a saved mixer has a copy
-            saved = {name: value for name, value in (config_dict.get("mixer") or {}).items() if name != "rope_theta"}
-            config_dict = config_dict | {"mixer": saved}
-        return super().from_dict(config_dict | given, **kwargs)
-
     def convert_rope_params_to_dict(self, **values) -> dict:
         return values  # `read_rope` did
 
@@ -139,21 +174,17 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     def mixer_configs(self) -> list[FreeEnergyMixerConfig]:
         """The configuration of every layer's mixer, in order; built again where a field that they read has changed."""
-        said = repr([getattr(self, name, None) for name in READ_BY_MIXERS])
+        said = repr([getattr(self, name) for name in READ_BY_MIXERS])
         if vars(self).get(BUILT, ("",))[0] != said:
-            vars(self)[BUILT] = said, self._built_mixers()
+            layers = self._layer_fields()
+            built = {kind: self._build(fields) for kind, fields in {repr(layer): layer for layer in layers}.items()}
+            vars(self)[BUILT] = said, [built[repr(layer)] for layer in layers]
         return list(vars(self)[BUILT][1])
-
-    def _built_mixers(self) -> list[FreeEnergyMixerConfig]:
-        layers, built = self._layer_fields(), []
-        for layer, layer_fields in enumerate(layers):
-            first = layers.index(layer_fields)
-            built.append(self._build(layer_fields) if first == layer else built[first])
-        return built
 
     def _layer_fields(self) -> list[dict]:
         """Each layer's own fields, and the shared ones, without those that only the priors of other layers read."""
-        layers, shared, merged = self._own_fields(), self.mixer, []
+        layers, merged = self._own_fields(), []
+        shared = self.mixer | ({"rope_theta": self.rope_parameters["rope_theta"]} if self.rope_parameters else {})
         grouped = {"n_kv_head": self.num_key_value_heads} if self._grouped else {}
         somewhere = set().union(*map(_uses, layers))
         for own in layers:
@@ -173,7 +204,14 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
 
     @property
     def head_dim(self) -> int:
-        return head_width(self)
+        """Width of a head in an engine's cache, where keys and values have the same.
+
+        It is that of the keys, attention's own, where what is read is no wider: in the paper's shape, 2 d_v = d_k, and
+        of split values, d_v <= d_k. Wider reads are rounded up to a multiple of 32.
+        """
+        mixers = self.mixer_configs()
+        key, read = (max(getattr(mixer, name) for mixer in mixers) for name in ("key_width", "read_width"))
+        return key if read <= key else -(-read // 32) * 32
 
     @property
     def layer_types(self) -> list[str] | None:
@@ -196,10 +234,8 @@ class FEMConfig(OpensWithFEM, PreTrainedConfig):
         return scaled(self, build_config(**{"n_embd": self.hidden_size, "n_head": self.num_attention_heads, **fields}))
 
     def _check_sizes(self):
-        check_sizes(self, SIZES, ("rms_norm_eps", "initializer_range"))
-        for name in ("tie_word_embeddings", "use_cache"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        self.check_sizes(SIZES, ("rms_norm_eps", "initializer_range"))
+        check_flags(tie_word_embeddings=self.tie_word_embeddings, use_cache=self.use_cache)
         if self.layer_priors is not None and len(self.layer_priors) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_priors must have one entry per layer, num_hidden_layers = {self.num_hidden_layers}, "
@@ -230,34 +266,3 @@ def check_names(where: str, fields: dict, further: set[str]) -> None:
         if name in further:
             owner = MODEL_NAMES.get(name, "architecture")
             raise ValueError(f"{where} must leave {name} to the model's {owner}, got {name}={fields[name]!r}.")
-
-
-def check_sizes(config: PreTrainedConfig, sizes: dict[str, tuple], numbers: tuple[str, ...]) -> None:
-    """Raise unless sizes and numbers are some, heads divide the width, and `mixer` is a dict, which is copied."""
-    for name, others in sizes.items():
-        if getattr(config, name) not in others:
-            positive_int(name, getattr(config, name), others)
-    for name in numbers:
-        finite_number(name, getattr(config, name), 0.0, math.inf)
-    if config.hidden_size % config.num_attention_heads:
-        raise ValueError(
-            f"num_attention_heads must divide hidden_size = {config.hidden_size}, got {config.num_attention_heads}."
-        )
-    if not isinstance(config.mixer or {}, dict):
-        raise TypeError(f"mixer must be a dict of mixer fields, got {config.mixer!r}.")
-    config.mixer = dict(config.mixer or {})
-
-
-def refuse_unknown(config: PreTrainedConfig, values: dict) -> None:
-    """Raise TypeError on a field that no class of the configuration has: transformers would keep it unread.
-
-    What was read from a file, with model_type beside it, may hold what other programs wrote there.
-    """
-    if not values or "model_type" in values:
-        return
-    kept = vars(PreTrainedConfig(**values))
-    unknown = [name for name in values if name in kept]
-    if unknown:
-        common = {field.name for field in fields(PreTrainedConfig)}
-        known = [field.name for field in fields(config) if field.name not in common]
-        raise unknown_field(type(config).__name__, unknown[0], values[unknown[0]], known)

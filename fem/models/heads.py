@@ -14,16 +14,10 @@ from fem.models.modeling import FEMPreTrainedModel
 class FEMForSequenceClassification(GenericForSequenceClassification, FEMPreTrainedModel):
     """logits = W h_t at the last token that is not padding, (B, config.num_labels); a reward model where that is 1."""
 
-    accepts_loss_kwargs = False
-
 
 class FEMForTokenClassification(GenericForTokenClassification, FEMPreTrainedModel):
     """logits = W h_t + b at every token, (B, T, config.num_labels). A causal model sees no token to the right."""
 
-    accepts_loss_kwargs = False
-
 
 class FEMForQuestionAnswering(GenericForQuestionAnswering, FEMPreTrainedModel):
     """Two logits for each token, (B, T): an answer starts there, and ends there."""
-
-    accepts_loss_kwargs = False

@@ -91,7 +91,7 @@ class FEMPreTrainedModel(PreTrainedModel):
     config_class = FEMConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    accepts_loss_kwargs = True
+    accepts_loss_kwargs = False
     _no_split_modules = ["FEMBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": FEMBlock}  # noqa: RUF012
@@ -236,6 +236,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
     unless use_cache=True. All else is `FEMModel`'s.
     """
 
+    accepts_loss_kwargs = True
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
 

@@ -86,17 +86,26 @@ def count_parameters(config: FEMConfig) -> int:
 def with_parameters(config: FEMConfig, parameters: int) -> FEMConfig:
     """`config` with the SwiGLU width that brings the model nearest to so many parameters, within 0.5 %.
 
-    Widths change in steps of hidden_size / 32. Raises ValueError where the rest of the model is larger already.
+    Raises ValueError where the rest of the model is larger already.
     """
-    step = max(1, config.hidden_size // 32)
-    per_step = 3 * config.hidden_size * config.num_hidden_layers * step
-    missing = parameters - count_parameters(config)
-    width = config.intermediate_size + step * round(missing / per_step)
-    if width < 1:
-        raise ValueError(
-            f"parameters = {parameters} leave no room for a SwiGLU: without one the model has "
-            f"{parameters - missing - per_step * config.intermediate_size // step}."
-        )
+    excess = (count_parameters(config) - parameters) / config.num_hidden_layers
     narrowed = copy.deepcopy(config)
-    narrowed.intermediate_size = width
+    narrowed.intermediate_size = narrowed_mlp(
+        config.intermediate_size, excess, 3 * config.hidden_size, config.hidden_size
+    )
+    return narrowed
+
+
+def narrowed_mlp(width: int, excess: int | float, per_unit: int, hidden_size: int) -> int:
+    """The width of an MLP with so many parameters less, in steps of hidden_size / 32; a unit of width has `per_unit`.
+
+    Raises ValueError where nothing of it would be left.
+    """
+    step = max(1, hidden_size // 32)
+    narrowed = width - step * round(excess / (step * per_unit))
+    if narrowed < 1:
+        raise ValueError(
+            f"the mixers leave no room for an MLP: they have {excess:.0f} parameters a layer too many, and one of "
+            f"width {width} has {per_unit * width}; narrow them, or give intermediate_size."
+        )
     return narrowed

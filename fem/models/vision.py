@@ -12,14 +12,14 @@ from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 from fem.checks import finite_number
 from fem.config import FreeEnergyMixerConfig, build_config
 from fem.mixer import FreeEnergyMixer
-from fem.models.configuration import check_names, check_sizes, refuse_unknown
+from fem.models.configuration import CheckedConfig, check_names
 from fem.models.modeling import FEMPreTrainedModel
-from fem.models.opener import OpensWithFEM
-from fem.models.presets import TRANSFORMER
+from fem.models.presets import TRANSFORMER, narrowed_mlp
 from fem.optim import AsksNoDecay
 
 ENCODER = {"causal": False, "use_rope": False}
@@ -32,7 +32,7 @@ SIZES = {  # the fields that are positive integers, and what may stand in their 
 
 
 @no_type_check  # the tests' shape checks take a constructor's arguments from the fields, but transformers' has more
-class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
+class FEMImageConfig(CheckedConfig, PreTrainedConfig):
     """Sizes and mixers of a `FEMForImageClassification`. The defaults are DeiT-Tiny's; DeiT-Small has hidden_size 384
     and 6 heads.
 
@@ -73,18 +73,12 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
 
     def __post_init__(self, **values):
         values.pop("auto_map", None)  # the class knows it
-        refuse_unknown(self, values)
+        self.refuse_unknown(values)
         self._check_sizes()
         built = self.mixer_config()
         if self.intermediate_size is None:
             self.intermediate_size = self._matching_mlp(built)
         super().__post_init__(**values)
-
-    @classmethod
-    def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig | tuple[PreTrainedConfig, dict]:
-        """The config of a dict; fields among kwargs, those of from_pretrained, are read as the constructor's are."""
-        given = {name: kwargs.pop(name) for name in FEMImageConfig.__annotations__ if name in kwargs}
-        return super().from_dict(config_dict | given, **kwargs)
 
     def mixer_config(self) -> FreeEnergyMixerConfig:
         """The configuration of every layer's mixer."""
@@ -103,17 +97,10 @@ class FEMImageConfig(OpensWithFEM, PreTrainedConfig):
     def _matching_mlp(self, mixer: FreeEnergyMixerConfig) -> int:
         attention = self._build({"prior_type": TRANSFORMER["prior_type"], **TRANSFORMER["mixer"]})
         excess = _parameters(mixer) - _parameters(attention)
-        step = max(1, self.hidden_size // 32)
-        width = 4 * self.hidden_size - step * round(excess / (step * (2 * self.hidden_size + 1)))
-        if width < 1:
-            raise ValueError(
-                f"mixer has {excess} parameters more than attention, which the MLP cannot make up for; narrow it, or "
-                "give intermediate_size."
-            )
-        return width
+        return narrowed_mlp(4 * self.hidden_size, excess, 2 * self.hidden_size + 1, self.hidden_size)
 
     def _check_sizes(self):
-        check_sizes(self, SIZES, ("layer_norm_eps", "initializer_range"))
+        self.check_sizes(SIZES, ("layer_norm_eps", "initializer_range"))
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size must divide image_size = {self.image_size}, got {self.patch_size}.")
         check_names("mixer", self.mixer, {"n_embd", "n_head", "prior_type"})
@@ -192,8 +179,8 @@ class FEMImagePreTrainedModel(FEMPreTrainedModel):
     config_class = FEMImageConfig
     main_input_name = "pixel_values"
     input_modalities = ("image",)
-    accepts_loss_kwargs = False
     _no_split_modules = ["PatchTokens", "FEMImageBlock"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": FEMImageBlock}  # noqa: RUF012
 
     @staticmethod
     def _no_engine(config: FEMImageConfig) -> str:
@@ -219,15 +206,12 @@ class FEMImageModel(FEMImagePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @can_return_tuple
-    def forward(self, pixel_values: Tensor, output_hidden_states: bool | None = None) -> BaseModelOutput:
-        record = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(self, pixel_values: Tensor, output_hidden_states: bool = False) -> BaseModelOutput:
         x = self.tokens(pixel_values)
-        hidden_states = (x,)
         for block in self.layers:
             x = block(x)
-            hidden_states = (*hidden_states, x) if record else hidden_states
-        return BaseModelOutput(last_hidden_state=self.norm(x), hidden_states=hidden_states if record else None)
+        return BaseModelOutput(last_hidden_state=self.norm(x))
 
 
 class FEMForImageClassification(AsksNoDecay, FEMImagePreTrainedModel):
@@ -247,10 +231,8 @@ class FEMForImageClassification(AsksNoDecay, FEMImagePreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(
-        self, pixel_values: Tensor, labels: Tensor | None = None, output_hidden_states: bool | None = None
-    ) -> ImageClassifierOutput:
-        outputs = self.model(pixel_values, output_hidden_states=output_hidden_states)
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs) -> ImageClassifierOutput:
+        outputs = self.model(pixel_values, **kwargs)
         x = outputs.last_hidden_state
         logits = self.classifier(x[:, 0] if self.config.pooling == "cls" else x.mean(1))
         return ImageClassifierOutput(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
-import pickle
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
 import transformers
+from originals import DECODER, GROUPED, TEXT, bert, decoder, vision
 from small_models import VOCABULARY, awake, lively, small_config, tokens
 
 import fem
@@ -23,20 +24,13 @@ from fem.extras import how_to_install
 from fem.models import FEMForCausalLM, FEMForImageClassification, FEMImageConfig, load_replaced
 from fem.models.surgery.head import FreeEnergyHead
 
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-LLAMA = SIZES | {"intermediate_size": 48, "num_key_value_heads": 2, "pad_token_id": 0}
-GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
-HOSTS = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)),
-    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
-}
-BERT = SIZES | {"intermediate_size": 48, "max_position_embeddings": 64}
-TRAINED = HOSTS | {"bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**BERT))}
+HOSTS = {name: partial(decoder, name) for name in ("llama", "gpt2")}
+TRAINED = HOSTS | {"bert": bert}
 
 
 @pytest.fixture(params=list(HOSTS))
 def replaced(request):
-    return awake(replace_attention(lively(HOSTS[request.param]())))
+    return awake(replace_attention(decoder(request.param)))
 
 
 def logits_elsewhere(folder, ids, program: str) -> torch.Tensor | str:
@@ -82,7 +76,7 @@ model = getattr(transformers, config.architectures[0]).from_pretrained(folder)
 @pytest.mark.parametrize("kind", ["fem", "replaced"])
 @pytest.mark.parametrize("program", list(PROGRAMS))
 def test_fresh_process_opens_what_was_saved(kind, program, tmp_path):
-    model = lively(FEMForCausalLM(small_config())) if kind == "fem" else awake(replace_attention(HOSTS["llama"]()))
+    model = lively(FEMForCausalLM(small_config())) if kind == "fem" else awake(replace_attention(decoder("llama")))
     model.save_pretrained(tmp_path)
     ids = tokens(1, 7)
     found = logits_elsewhere(tmp_path, ids, PROGRAMS[program])
@@ -93,7 +87,7 @@ def test_fresh_process_opens_what_was_saved(kind, program, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fem", "replaced"])
 def test_untrusted_code_is_refused(kind, tmp_path):
-    model = FEMForCausalLM(small_config()) if kind == "fem" else replace_attention(HOSTS["llama"]())
+    model = FEMForCausalLM(small_config()) if kind == "fem" else replace_attention(decoder("llama"))
     model.save_pretrained(tmp_path)
     program = "from transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_pretrained(folder)"
     assert "trust_remote_code" in logits_elsewhere(tmp_path, tokens(1, 5), program)
@@ -124,34 +118,33 @@ def test_image_models_say_who_opens_them(tmp_path):
 class Reward(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.model, self.head = lively(HOSTS["llama"]()), torch.nn.Linear(VOCABULARY, 1)
+        self.model, self.head = decoder("llama"), torch.nn.Linear(VOCABULARY, 1)
 
 
 def in_two_calls() -> torch.nn.Module:
-    model = replace_attention(lively(HOSTS["llama"]()), layers=[1], beta_max_init=0.5)
+    model = replace_attention(decoder("llama"), layers=[1], beta_max_init=0.5)
     return replace_attention(model, layers=[0], use_outer_gate=False, lambda_init=np.float32(-5))
 
 
 def a_body() -> torch.nn.Module:
-    model = lively(HOSTS["llama"]())
+    model = decoder("llama")
     for layer in (1, 0):
         replace_attention(model.model, layers=[layer])
     return model
 
 
 def two_models(preserve: bool) -> torch.nn.Module:
-    decoder = transformers.BertConfig(**BERT, is_decoder=True, add_cross_attention=True)
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**BERT), decoder)
+    encoder = transformers.BertConfig(**TEXT, **DECODER)
+    decoder = transformers.BertConfig(**TEXT, **DECODER, is_decoder=True, add_cross_attention=True)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     return replace_attention(lively(transformers.EncoderDecoderModel(config)), preserve=preserve)
 
 
 def pictures() -> torch.nn.Module:
-    sizes = {"image_size": 8, "patch_size": 4, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-    model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
-    return replace_attention(lively(model), "linear", preserve=False, use_conv=False)
+    return replace_attention(vision("ViT"), "linear", preserve=False, use_conv=False)
 
 
-REPLACED = {name: lambda build=build: replace_attention(lively(build())) for name, build in HOSTS.items()} | {
+REPLACED = {name: lambda build=build: replace_attention(build()) for name, build in HOSTS.items()} | {
     "in two calls": in_two_calls,
     "a body": a_body,
     "within a module": lambda: replace_attention(Reward()).model,
@@ -189,12 +182,12 @@ def test_the_body_of_what_was_saved_opens_alone_and_under_another_head(replaced,
     replaced.save_pretrained(tmp_path)
     ids, loaded = tokens(2, 9), getattr(transformers, auto).from_pretrained(tmp_path)
     torch.testing.assert_close(loaded.base_model(ids).last_hidden_state, replaced.base_model(ids).last_hidden_state)
-    assert sum(isinstance(head, FreeEnergyHead) for head in loaded.modules()) == 2
+    assert sum(isinstance(head, FreeEnergyHead) for head in loaded.modules()) == 3
 
 
 def test_models_of_one_config_are_saved_each_as_it_is(tmp_path):
     """A baseline beside the replaced model, and a second seed."""
-    config = transformers.LlamaConfig(**LLAMA)
+    config = transformers.LlamaConfig(**GROUPED)
     base, *seeds = (lively(transformers.LlamaForCausalLM(config)) for _ in range(3))
     first, second = (awake(replace_attention(model, layers=[index])) for index, model in enumerate(seeds))
     ids = tokens(1, 7)
@@ -227,7 +220,7 @@ def test_layers_are_numbered_within_the_part_that_is_saved():
 
 
 def test_load_replaced_wants_a_replaced_model(tmp_path):
-    HOSTS["gpt2"]().save_pretrained(tmp_path)
+    decoder("gpt2").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="from_pretrained"):
         load_replaced(tmp_path)
     with pytest.raises(ValueError, match=r"folder must be a folder, got no such one: .*nowhere"):
@@ -236,7 +229,7 @@ def test_load_replaced_wants_a_replaced_model(tmp_path):
 
 def test_adapters_come_after_the_replacement():
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(HOSTS["llama"](), peft.LoraConfig(target_modules=["q_proj"]))
+    adapted = peft.get_peft_model(decoder("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="model must be replaced before it gets adapters"):
         replace_attention(adapted)
 
@@ -286,13 +279,6 @@ def test_config_of_a_replaced_model_builds_one(replaced):
     torch.testing.assert_close(built.eval()(tokens(1, 5)).logits, replaced(tokens(1, 5)).logits)
 
 
-def test_replaced_models_travel_through_pickle(replaced):
-    other = pickle.loads(pickle.dumps(replaced))
-    assert type(other.config) is type(replaced.config)
-    assert other.config.model_type == replaced.config.model_type  # as peft and others look it up
-    torch.testing.assert_close(other(tokens(1, 5)).logits, replaced(tokens(1, 5)).logits)
-
-
 class OutsideConfig(transformers.LlamaConfig):
     model_type = "outside"
 
@@ -302,7 +288,7 @@ class OutsideModel(transformers.LlamaForCausalLM):
 
 
 def test_classes_outside_transformers_are_loaded_by_passing_them(tmp_path):
-    model = awake(replace_attention(lively(OutsideModel(OutsideConfig(**LLAMA)))))
+    model = awake(replace_attention(lively(OutsideModel(OutsideConfig(**GROUPED)))))
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"type 'outside'.*load_replaced\(folder, architecture=...\)"):
         load_replaced(tmp_path)

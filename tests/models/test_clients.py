@@ -174,20 +174,13 @@ def test_maps_that_lora_adapts_are_plain_linear_in_a_model_that_is_to_be_quantis
 # --- surgery on whatever reads through transformers' attention functions
 
 
-RIGHT = ["opt", "bart", "marian", "clip", "wav2vec2", "phi", "phi3", "gpt_neox", "gpt_bigcode", "t5", "distilbert"]
+RIGHT = ["opt", "bart", "marian", "clip", "wav2vec2", "phi", "phi3", "gpt_neox", "t5", "distilbert"]
 
 
 @pytest.mark.parametrize("model_type", [*RIGHT, "whisper", "modernbert", "gemma2", "gpt_oss", "switch_transformers"])
 def test_model_type_computes_what_it_did(model_type):
     found = survey(model_type)
     assert found.result == "right", found
-
-
-@pytest.mark.parametrize(("model_type", "words"), [("diffllama", "groupnorm"), ("falcon", "attention functions")])
-def test_model_type_is_refused_by_name(model_type, words):
-    found = survey(model_type)
-    assert found.result == "refused"
-    assert words in found.reason
 
 
 @pytest.mark.slow
@@ -266,8 +259,3 @@ def test_encoder_decoder_generates_as_the_original_does():
     options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 2}
     expected = model.generate(tokens(2, 7), **options)
     assert torch.equal(replace_attention(model, lambda_init=-20.0).generate(tokens(2, 7), **options), expected)
-
-
-def test_replacing_a_name_is_a_type_error(as_users_run):
-    with pytest.raises(TypeError, match="model must be a torch module, got 'gpt2'"):
-        replace_attention("gpt2")

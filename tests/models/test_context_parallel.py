@@ -43,19 +43,14 @@ def test_one_part_is_the_whole_row_and_afterwards_the_model_is_as_before(prior, 
         ({"labels": tokens(1, 4)}, "pass shift_labels"),
         ({"position_ids": torch.arange(4)[None]}, "mark documents by segment_ids"),
         ({"use_cache": True}, "use_cache=False"),
+        ({"shift_labels": next_tokens(tokens(1, 4)), "engine": "sdpa"}, "exact form"),
     ],
 )
 def test_what_a_part_cannot_be_given_is_refused(given, said, mesh):
-    model = small_model().eval()
+    model, given = small_model(), dict(given)
+    model.set_attn_implementation(given.pop("engine", "exact"))
     with context_parallel(model, mesh), pytest.raises(ValueError, match=said):
         model(tokens(1, 4), **given)
-
-
-def test_an_engine_reads_no_parts(mesh):
-    model = small_model()
-    model.set_attn_implementation("sdpa")
-    with context_parallel(model, mesh), pytest.raises(ValueError, match="exact form"):
-        model(tokens(1, 4), shift_labels=next_tokens(tokens(1, 4)))
 
 
 def layer(prior=None, **fields) -> FreeEnergyMixer:

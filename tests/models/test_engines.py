@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
 from own_priors import register
-from small_models import lively
+from small_models import lively, small_config, tokens
 from transformers import Cache, DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -43,16 +43,9 @@ FAMILIES = {
 
 def small_model(mixer: dict | None = None, **fields) -> FEMForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
-    config = FEMConfig(
-        **{"vocab_size": 53, "max_position_embeddings": 64, **sizes, **fields},
-        mixer={"use_conv": False, **(mixer or {})},
-    )
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
+    config = small_config(**sizes | fields, mixer={"use_conv": False, **(mixer or {})})
     return lively(FEMForCausalLM(config), size=0.2)
-
-
-def tokens(batch: int, time: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(1, 53, (batch, time), generator=torch.Generator().manual_seed(seed))
 
 
 def left_padded(ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
@@ -110,14 +103,6 @@ def test_a_model_reads_exactly_unless_an_engine_is_named():
     assert isinstance(served(model, "sdpa", tokens(1, 3), use_cache=True).past_key_values, DynamicCache)
     with pytest.raises(TypeError, match="states of FEM layers"):
         served(model, "sdpa", tokens(1, 3), past_key_values=model(tokens(1, 3), use_cache=True).past_key_values)
-
-
-def test_an_engine_is_chosen_when_a_model_is_loaded(tmp_path):
-    model, ids = small_model(), tokens(1, 9)
-    model.save_pretrained(tmp_path)
-    loaded = FEMForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
-    torch.testing.assert_close(loaded(ids).logits, served(model, "sdpa", ids).logits)
-    assert FEMForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "exact"
 
 
 def test_an_engine_of_ones_own_is_given_keys_and_values_of_one_width():

@@ -25,6 +25,7 @@ from layers import some_pairs  # noqa: E402
 from originals import DECODER, DECODERS, GROUPED, PADDED, TEXT, Attention, bert, close, decoder, lively, tokens, vision  # noqa: E402
 from small_models import VOCABULARY, awake, small_config  # noqa: E402
 
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": VOCABULARY}
 PICTURE = {"image_size": 8, "patch_size": 4}
 
 
@@ -268,52 +269,36 @@ def test_copy_is_a_model_of_its_own(build, make_copy, preserve, prior):
     answer = lambda m: m(x) if isinstance(m, nn.TransformerEncoder) else m(x).logits  # noqa: E731
     before = answer(model)
     other = make_copy(model)
+    if hasattr(model, "config"):  # of the same kind, as peft and others look it up
+        assert (type(other.config), other.config.model_type) == (type(model.config), model.config.model_type)
     torch.testing.assert_close(answer(other), before)
     lively(other, seed=3)
     torch.testing.assert_close(answer(model), before)
 
 
-@pytest.mark.parametrize("preserve, prior", [(True, "softmax"), (False, "mamba")])
-def test_saved_model_loads_into_a_fresh_original(preserve, prior):
-    model = awake(replace_attention(decoder("qwen3"), prior, preserve=preserve))
-    other = replace_attention(type(model)(copy.deepcopy(model.config)), prior, preserve=preserve).eval()
-    assert not other.load_state_dict(model.state_dict()).missing_keys
-    torch.testing.assert_close(other(tokens()).logits, model(tokens()).logits)
+def siglip() -> nn.Module:
+    """Its attention hands nothing on to its attention function."""
+    return lively(transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**PICTURE, **DECODER)))
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_replaced_decoder_is_one_graph(name, as_users_run):
-    model = awake(replace_attention(decoder(name)))
+@pytest.mark.parametrize("name", ["llama", "siglip", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_replaced_model_is_one_graph(name, as_users_run):
+    model = awake(replace_attention(siglip() if name == "siglip" else decoder(name)))
+    given = {"pixel_values": torch.randn(1, 3, 8, 8)} if name == "siglip" else {"input_ids": tokens()}
+    how = {} if name == "siglip" else {"use_cache": False}
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    close(compiled(tokens(), use_cache=False).logits, model(tokens()).logits, 1e-5)
+    close(compiled(**given, **how)[0], model(**given)[0], 1e-5)
 
 
 def test_threads_keep_their_features_apart():
-    """SigLIP's attention hands nothing on to its attention function."""
-    config = transformers.SiglipVisionConfig(image_size=16, patch_size=4, **DECODER)
-    model = lively(replace_attention(lively(transformers.SiglipVisionModel(config)), lambda_init=0.0))
-    images = [torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    model = lively(replace_attention(siglip(), lambda_init=0.0))
+    images = [torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     call = lambda image: [model(image).last_hidden_state for _ in range(20)]  # noqa: E731
     wanted = [call(image)[0] for image in images]
     with ThreadPoolExecutor(4) as pool:
         for found, one in zip(pool.map(torch.no_grad()(call), images), wanted):
             for each in found:
                 close(each, one, 1e-5)
-
-
-def test_an_attention_that_hands_nothing_on_is_one_graph(as_users_run):
-    config = transformers.SiglipVisionConfig(image_size=16, patch_size=4, **DECODER)
-    model = awake(replace_attention(lively(transformers.SiglipVisionModel(config))))
-    pixels = torch.randn(1, 3, 16, 16)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    close(compiled(pixels).last_hidden_state, model(pixels).last_hidden_state, 1e-5)
-
-
-def test_heads_need_not_divide_the_width_of_the_model():
-    config = transformers.Qwen3Config(**GROUPED | {"hidden_size": 40, "num_attention_heads": 6, "head_dim": 8})
-    model = lively(transformers.Qwen3ForCausalLM(config))
-    wanted = model(tokens()).logits
-    close(replace_attention(model, lambda_init=-20.0)(tokens()).logits, wanted, 1e-4)
 
 
 # --- refusals
@@ -326,26 +311,26 @@ def test_heads_need_not_divide_the_width_of_the_model():
         (lambda: fem.models.FEMForCausalLM(small_config()), "FEMForCausalLM, which is built of Free Energy Mixers"),
         (lambda: nn.MultiheadAttention(32, 4, kdim=16, vdim=16), "MultiheadAttention.*kdim"),
         (lambda: nn.MultiheadAttention(32, 4, add_bias_kv=True), "add_bias_kv"),
-        (lambda: transformers.FalconModel(falcon()), "FalconAttention.*attention functions"),
-        (lambda: decoder_of("DiffLlama"), "DiffLlamaAttention.*groupnorm"),
+        (lambda: transformers.FalconModel(transformers.FalconConfig(**SMALL)), "FalconAttention.*attention functions"),
+        (lambda: transformers.DiffLlamaModel(transformers.DiffLlamaConfig(**SMALL)), "DiffLlamaAttention.*groupnorm"),
+        (lambda: with_an_indexer(), "LlamaAttention.*parts that are not known to leave a plain softmax .*indexer"),
         (lambda: cross_attention_alone(), "cross-attention"),
         (lambda: nn.Sequential(Attention(gated=True)), "gate"),
+        (lambda: "gpt2", "model must be a torch module, got 'gpt2'"),
     ],
-    ids=["nothing", "fem", "kdim", "bias_kv", "own_reads", "own_parts", "cross", "timm"],
+    ids=["nothing", "fem", "kdim", "bias_kv", "own_reads", "own_parameters", "own_parts", "cross", "timm", "a name"],
 )
 @pytest.mark.parametrize("preserve", [True, False])
-def test_what_cannot_be_replaced_is_refused_by_name(build, name, preserve):
-    with pytest.raises(ValueError, match=name):
+def test_what_cannot_be_replaced_is_refused_by_name(as_users_run, build, name, preserve):
+    with pytest.raises((TypeError, ValueError), match=name):
         replace_attention(build(), preserve=preserve)
 
 
-def falcon() -> transformers.FalconConfig:
-    return transformers.FalconConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=VOCABULARY)
-
-
-def decoder_of(family: str, **fields) -> nn.Module:
-    config = getattr(transformers, f"{family}Config")(**GROUPED | {"num_hidden_layers": 1} | fields)
-    return getattr(transformers, f"{family}ForCausalLM")(config)
+def with_an_indexer() -> nn.Module:
+    """It might choose among more tokens than are run for a comparison."""
+    model = decoder("llama")
+    model.model.layers[0].self_attn.indexer = nn.Linear(32, 32)
+    return model
 
 
 def cross_attention_alone() -> nn.Module:

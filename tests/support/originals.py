@@ -25,7 +25,8 @@ DECODERS = {
     "yarn_rope": ("Llama", GROUPED | {"rope_parameters": YARN}),
     "mistral": ("Mistral", GROUPED | {"sliding_window": 5}),
     "qwen2": ("Qwen2", GROUPED),
-    "qwen3": ("Qwen3", GROUPED | {"head_dim": 12}),
+    "qwen3": ("Qwen3", GROUPED | {"num_attention_heads": 6, "head_dim": 8}),  # 6 heads do not divide 32
+    "gpt_bigcode": ("GPTBigCode", {**TEXT, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}),
 }
 PADDED = torch.ones(2, 11, dtype=torch.long)
 PADDED[0, :4] = 0

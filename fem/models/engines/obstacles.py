@@ -1,4 +1,4 @@
-"""The models that an engine can serve, by its attention or by slots for states, and the sizes of its caches."""
+"""The models that an engine can serve, by its attention or by slots for states."""
 
 from __future__ import annotations
 
@@ -73,17 +73,6 @@ def attends(mixer: FreeEnergyMixerConfig) -> bool:
 def has_state(mixer: FreeEnergyMixerConfig) -> bool:
     """Whether the layer keeps a state of fixed size: that of its prior, or of its conditioner."""
     return mixer.use_conv or not attends(mixer)
-
-
-def head_width(config: PreTrainedConfig) -> int:
-    """Width of a head in an engine's cache, where keys and values have the same.
-
-    It is that of the keys, attention's own, where what is read is no wider: in the paper's shape, 2 d_v = d_k, and of
-    split values, d_v <= d_k. Wider reads are rounded up to a multiple of 32.
-    """
-    mixers = config.mixer_configs()
-    key, read = (max(getattr(mixer, name) for mixer in mixers) for name in ("key_width", "read_width"))
-    return key if read <= key else -(-read // 32) * 32
 
 
 def layer_type(mixer: FreeEnergyMixerConfig) -> str:

@@ -56,7 +56,8 @@ def apply(
 
 def count_self_attentions(model: nn.Module) -> int:
     """Number of self-attentions of a model, replaced ones included."""
-    return len(_survey(model)[0])
+    sites, _, _ = _survey(model)
+    return len(sites)
 
 
 def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
@@ -73,28 +74,28 @@ def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
         raise ValueError(
             "use_lse without use_temperature drops the original's mean; leave it out or pass preserve=False."
         )
-    start = {"use_conv": False}
+    start = {"use_conv": False, "use_rope": False}  # queries and keys come as the original has turned them
     start |= {"lambda_init": LAMBDA_INIT} if config.get("use_temperature", True) else {"use_lse": False}
-    return FreeEnergyHead(FreeEnergyMixerConfig(**site.fields | site.widths | start | config))
+    return FreeEnergyHead(FreeEnergyMixerConfig(**site.fields | start | config))
 
 
 def _mixer(site: Site, prior_type: str, config: dict) -> FreeEnergyMixer:
-    if site.swap is None:
+    if site.fresh is None:
         raise ValueError(
             f"{type(site.module).__name__} is called in a way that a fresh mixer cannot take; pass preserve=True."
         )
     for name, others in {"n_embd": (), "causal": (True,)}.items():  # a call or its mask may be causal
-        if config.get(name, site.fields[name]) not in (site.fields[name], *others):
+        if config.get(name, site.fresh[name]) not in (site.fresh[name], *others):
             raise ValueError(
-                f"{name} is set by the original to {site.fields[name]!r}, got {config[name]!r}; leave it out."
+                f"{name} is set by the original to {site.fresh[name]!r}, got {config[name]!r}; leave it out."
             )
-    originals = dict(site.softmax_fields or {}) if prior_type == "softmax" else {}
-    if config.get("n_head", site.fields["n_head"]) != site.fields["n_head"]:
-        originals.pop("n_kv_head", None)  # it belongs to the original's heads
-    fields = site.fields | originals | config
-    turned = "rope_theta" in getattr(PRIORS.get(prior_type), "uses", ()) and fields.get("use_rope", True)
-    if "rope_theta" not in config and (not turned or fields.get("rope_frequencies") is not None):
-        fields.pop("rope_theta", None)  # the original's, which nothing would read
+    fields = site.fresh | config
+    unread = {"n_kv_head", "window", "rope_theta"} - {*getattr(PRIORS.get(prior_type), "uses", ())}
+    if fields["n_head"] != site.fresh["n_head"]:
+        unread.add("n_kv_head")  # it belongs to the original's heads
+    if not fields["use_rope"] or fields.get("rope_frequencies") is not None:
+        unread.add("rope_theta")
+    fields = {name: value for name, value in fields.items() if name in config or name not in unread}
     return FreeEnergyMixer(FreeEnergyMixerConfig.matched(prior_type=prior_type, **fields))
 
 
@@ -108,7 +109,7 @@ def _home(weight: Tensor, model: nn.Module) -> Tensor:
 
 def _chosen(model: nn.Module, layers: list[int] | None, before: int | None) -> dict[str, Site]:
     """The sites to replace, by their path in the model; `before`: how many a model had whose layers these were."""
-    sites, refused = _survey(model)
+    sites, crossed, unknown = _survey(model)
     if before is not None and (len(sites) > before or (layers is not None and len(sites) < before)):
         raise ValueError(
             f"the free energy was put into a part with {before} self-attentions, and {type(model).__name__} has "
@@ -119,9 +120,8 @@ def _chosen(model: nn.Module, layers: list[int] | None, before: int | None) -> d
         raise ValueError(
             f"model must have attention to replace, got {type(model).__name__}, which is built of Free Energy Mixers."
         )
-    unknown = [reason for reason, is_cross in refused if not is_cross]
     if not sites or (unknown and layers is None):
-        reasons = "; ".join(reason for reason, _ in refused) or "no attention was found in it"
+        reasons = "; ".join([*unknown, *crossed]) or "no attention was found in it"
         raise ValueError(
             f"{type(model).__name__} cannot be replaced: {reasons}. Pass the part that holds GPT-2, Llama, BERT or ViT "
             "attention or nn.MultiheadAttention, name layers=[...] to replace the others, or build the model on fem."
@@ -142,16 +142,16 @@ def _chosen(model: nn.Module, layers: list[int] | None, before: int | None) -> d
     return {path: sites[path] for path in chosen}
 
 
-def _survey(model: nn.Module) -> tuple[dict[str, Site | None], list[tuple[str, bool]]]:
-    """All self-attentions of the model by path, None for a replaced one; for every other attention why it is none of
-    them, and whether it is cross-attention."""
+def _survey(model: nn.Module) -> tuple[dict[str, Site | None], list[str], list[str]]:
+    """All self-attentions of the model by path, None for a replaced one; why each other attention is none of them: the
+    cross-attentions, and those that are unknown."""
     families = [multihead, timm]
     if find_spec("transformers"):
         from fem.models.surgery import pretrained
 
         families.append(pretrained)
     modules = dict(model.named_modules())
-    sites, refused = {}, []
+    sites, crossed, unknown = {}, [], []
     for path, module in modules.items():
         if not _is_attention(module) or any(_is_attention(part) for part in module.modules() if part is not module):
             continue
@@ -159,8 +159,9 @@ def _survey(model: nn.Module) -> tuple[dict[str, Site | None], list[tuple[str, b
         try:
             sites[path] = _site(families, module, path, parent)
         except Refused as reason:
-            refused.append((f"{path or 'it'} ({type(module).__name__}): {reason}", isinstance(reason, CrossAttention)))
-    return sites, refused
+            kind = crossed if isinstance(reason, CrossAttention) else unknown
+            kind.append(f"{path or 'it'} ({type(module).__name__}): {reason}")
+    return sites, crossed, unknown
 
 
 def _is_attention(module: nn.Module) -> bool:

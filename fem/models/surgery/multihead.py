@@ -25,14 +25,8 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
         raise CrossAttention("its keys or values have another width (kdim, vdim) than its queries")
     if module.bias_k is not None or module.add_zero_attn:
         raise Refused("it adds keys of its own (add_bias_kv, add_zero_attn); build it without them")
-    sizes = {"n_embd": module.embed_dim, "n_head": module.num_heads, "dropout": module.dropout}
-    return Site(
-        module,
-        module.in_proj_weight,
-        fields=sizes | {"causal": False, "use_rope": False},
-        widths={"fem_dim": module.embed_dim, "qk_dim": module.embed_dim},
-        graft=lambda head: _graft(module, head),
-    )
+    fields = {"n_head": module.num_heads} | dict.fromkeys(("n_embd", "fem_dim", "qk_dim"), module.embed_dim)
+    return Site(module, module.in_proj_weight, fields, graft=lambda head: _graft(module, head))
 
 
 def _graft(attention: nn.MultiheadAttention, head: FreeEnergyHead) -> nn.Module:

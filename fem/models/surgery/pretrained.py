@@ -25,11 +25,10 @@ from fem.models.surgery.site import CrossAttention, Refused, Site
 
 FREE_ENERGY = "free_energy"
 QUERIES = (  # the projections that make queries, keys and values: three maps, two, or one
-    *("q_proj k_proj v_proj", "query key value", "q_lin k_lin v_lin", "q_proj kv_proj", "c_attn", "query_key_value"),
+    *("q_proj k_proj v_proj", "query key value", "q_lin k_lin v_lin", "c_attn", "query_key_value"),
     *("qkv_proj", "Wqkv", "qkv", "in_proj", "q k v", "linear_q linear_k linear_v", "kv_a_proj_with_mqa kv_b_proj"),
     "q_proj",  # over the keys and values of an earlier layer
 )
-SINKS = "sinks"  # scores of a key with value 0, one for every head
 SWAPPED = ({"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"}, {"c_attn"})  # a mixer may stand in their place
 ARGUMENTS = {  # what the attention is called with, where a MixerAttention may stand in its place
     *("hidden_states", "attention_mask", "position_embeddings", "position_ids", "past_key_values", "cache"),
@@ -42,24 +41,15 @@ OUTPUTS = {
     "linear_out",
 }
 BESIDE = {  # parts that an attention may have besides: they make what is read, or come after the read
-    *("q_norm", "k_norm", "v_norm", "qk_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"),
-    *("rotary_emb", "rotary_fn", "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_layernorm"),
+    *("rotary_emb", "q_proj", "q_a_proj", "q_b_proj", "gate_proj", "g_proj"),
     *("relative_attention_bias", "relative_position_bias", "relative_k_proj", "linear_pos", "distance_embedding"),
-    *("gate_proj", "g_proj", "o_norm", "attn_sub_norm", "inner_attn_ln", "LayerNorm"),
-    *("dropout", "attn_dropout", "attention_dropout", "resid_dropout", "out_drop", "proj_drop", "projection_dropout"),
-    "output_dropout",
 }
-OWN = {SINKS, "bias_u", "bias_v", "pos_bias_u", "pos_bias_v", "scaling", "gate_bias"}  # parameters, likewise
-CROSS_NAMES = {
-    *("encoder_attn", "crossattention", "cross_attn", "cross_attention", "encoder_attention", "enc_attn"),
-    "EncDecAttention",
-}
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
-HEAD_WIDTHS = (
-    *("v_head_dim", "head_dim", "attention_head_size", "head_size", "dim_head", "head_width"),
-    "key_value_proj_dim",
-)
+ANYWHERE = ("Norm", "Dropout", "Identity")  # in the names of their classes: likewise, whatever they are called
+OWN = {"sinks", "bias_u", "bias_v", "pos_bias_u", "pos_bias_v", "scaling", "gate_bias"}  # parameters, likewise
+CROSS_NAMES = {"encoder_attn", "crossattention", "cross_attn", "cross_attention", "EncDecAttention"}
+HEADS = ("num_heads", "num_attention_heads", "n_heads")
+KV_HEADS = ("num_key_value_heads", "kv_heads")
+HEAD_WIDTHS = ("v_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 UNREADABLE = {  # arguments of an attention function that change p in ways a softmax read has no place for
     "cache": "it reads a paged cache",
     "relative_position_bias": "it adds a position bias of its own",
@@ -79,7 +69,8 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
     parts = {name for name, _ in module.named_children()}
     projections = next((names for names in map(set, map(str.split, QUERIES)) if names <= parts), None)
     parameters = [name for name, _ in module.named_parameters(recurse=False) if name not in OWN]
-    if projections is None or len(parts & OUTPUTS) > 1 or parts - projections - OUTPUTS - BESIDE or parameters:
+    known = {name for name, part in module.named_children() if any(kind in type(part).__name__ for kind in ANYWHERE)}
+    if projections is None or len(parts & OUTPUTS) > 1 or parts - projections - OUTPUTS - BESIDE - known or parameters:
         raise Refused(
             f"it has parts that are not known to leave a plain softmax ({', '.join(sorted([*parts, *parameters]))})"
         )
@@ -97,19 +88,16 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
     first = next(part for name, part in module.named_children() if name in projections)
     groups = _first(module, ("num_key_value_groups",))
     kv_heads = heads // groups if groups else _first(module, KV_HEADS) or heads
-    theta = _rope_theta(module)
-    causal = _is_causal(module) or bool(getattr(module, "is_decoder", False))  # NLLB-MoE's decoder says the latter only
     width_in = getattr(first, "in_features", first.weight.shape[0])  # GPT-2's Conv1D has no in_features
-    sizes = {"n_embd": width_in, "n_head": heads, "causal": causal, "dropout": _dropout(module)}
+    sizes = {"n_embd": width_in, "n_head": heads, "n_kv_head": kv_heads}
     return Site(
         module,
         first.weight,
-        fields=sizes | ({"use_rope": False} if theta is None else {"use_rope": True, "rope_theta": theta}),
-        widths={"n_kv_head": kv_heads, "fem_dim": heads * width, "qk_dim": heads * width},
+        fields=sizes | {"fem_dim": heads * width, "qk_dim": heads * width},
         graft=lambda head: _graft(module, head),
         compare=_compare,
-        swap=partial(_swap, module, parent) if _takes_a_mixer(module, projections) else None,
-        softmax_fields={"n_kv_head": kv_heads, "window": _window(module)},
+        fresh=sizes | _fresh_fields(module) if _takes_a_mixer(module, projections) else None,
+        swap=partial(_swap, module, parent),
     )
 
 
@@ -125,10 +113,16 @@ def _takes_a_mixer(module: nn.Module, projections: set[str]) -> bool:
     return projections in SWAPPED and known and not (chunked or hybrid or crossed)
 
 
-def _window(module: nn.Module) -> int | None:
-    """The layer's own window, or the config's where that is a field of its class, as Mistral's is."""
+def _fresh_fields(module: nn.Module) -> dict:
+    """What decides which tokens a mixer in its place sees, and where. The window is the layer's own, or the config's
+    where that is a field of its class, as Mistral's is."""
     declared = "sliding_window" in {field.name for field in fields(module.config)}
-    return getattr(module, "sliding_window", module.config.sliding_window if declared else None)
+    window = getattr(module, "sliding_window", module.config.sliding_window if declared else None)
+    causal = _is_causal(module) or bool(getattr(module, "is_decoder", False))  # NLLB-MoE's decoder says the latter only
+    rope = getattr(module.config, "rope_parameters", None) or {}
+    theta = rope.get(getattr(module, "layer_type", None), rope).get("rope_theta")
+    turned = {"use_rope": False} if theta is None else {"use_rope": True, "rope_theta": theta}
+    return {"causal": causal, "dropout": _dropout(module), "window": window} | turned
 
 
 def _width(module: nn.Module, heads: int | None) -> int | None:
@@ -201,11 +195,6 @@ def _first(thing: object, names: Iterable[str]) -> int | None:
 def _is_causal(attention: nn.Module) -> bool:
     """Whether transformers' attention functions would read causally; the eager one leaves that to its mask."""
     return bool(getattr(attention, "is_causal", attention.config._attn_implementation != "eager"))
-
-
-def _rope_theta(attention: nn.Module) -> float | None:
-    rope = getattr(attention.config, "rope_parameters", None) or {}
-    return rope.get(getattr(attention, "layer_type", None), rope).get("rope_theta")
 
 
 def _dropout(attention: nn.Module) -> float:

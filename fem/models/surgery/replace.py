@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 from torch import nn
@@ -68,7 +68,7 @@ def replace_attention(
     layers = list(layers) if isinstance(layers, Iterable) else layers
     if layers is not None and (not isinstance(layers, list) or len(set(layers)) != len(layers) or not layers):
         raise ValueError(f"layers must be a list of indices, each once, or None for all, got {layers!r}.")
-    saved = _saved_by_themselves(model)
+    saved = list(dict.fromkeys(_saved_by_themselves(model)))
     if layers is not None and saved and saved[0] is not model:
         raise ValueError(
             f"layers must be indices within the part that is saved, got {layers} of the whole model; call "
@@ -84,11 +84,10 @@ def replace_attention(
     return model
 
 
-def _saved_by_themselves(model: nn.Module) -> list[nn.Module]:
-    """The outermost transformers models in it, which may be the model itself."""
-    found = {}
-    for path, module in model.named_modules():
-        own = hasattr(module, "save_pretrained") and hasattr(getattr(module, "config", None), "save_pretrained")
-        if own and not any(f"{path}.".startswith(f"{outer}." if outer else "") for outer in found):
-            found[path] = module
-    return list(found.values())
+def _saved_by_themselves(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost transformers models in it, which may be itself."""
+    if hasattr(module, "save_pretrained") and hasattr(getattr(module, "config", None), "save_pretrained"):
+        yield module
+        return
+    for part in module.children():
+        yield from _saved_by_themselves(part)

@@ -23,18 +23,17 @@ class CrossAttention(Refused):
 class Site:
     """A self-attention, and the fields of a `FreeEnergyMixerConfig` that it decides.
 
-    weight: one of its weights, whose device and dtype new ones take. fields: those of any mixer in its place;
-    softmax_fields: further ones of a mixer with a softmax prior; widths: further ones of a head that keeps projections.
+    weight: one of its weights, whose device and dtype new ones take. fields: those of a head that keeps projections.
     graft: the original with a head in the place of its attention function, its parameters kept.
     compare: a forward hook of the original that says where a head in its place would compute something else.
-    swap: a module that is called as the original is, and answers with a mixer; None where mixers are not called so.
+    fresh: the fields of a mixer in its place; None where mixers are not called as it is.
+    swap: a module that is called as the original is, and answers with a mixer.
     """
 
     module: nn.Module
     weight: Tensor
     fields: dict
-    widths: dict
     graft: Callable[[FreeEnergyHead], nn.Module]
-    swap: Callable[[FreeEnergyMixer], nn.Module] | None = None
-    softmax_fields: dict | None = None
     compare: Callable | None = None
+    fresh: dict | None = None
+    swap: Callable[[FreeEnergyMixer], nn.Module] | None = None

@@ -18,14 +18,9 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
     parts = [name for name, _ in module.named_children()]
     if type(module).__name__ != "Attention" or sorted(parts) != sorted(PARTS):
         raise Refused(f"its parts ({', '.join(parts)}) are not those of timm's plain ViT attention")
-    sizes = {"n_embd": module.qkv.in_features, "n_head": module.num_heads, "dropout": module.attn_drop.p}
-    return Site(
-        module,
-        module.qkv.weight,
-        fields=sizes | {"causal": False, "use_rope": False},
-        widths={"fem_dim": module.proj.in_features, "qk_dim": module.proj.in_features},
-        graft=lambda head: BlockAttention(module, head),
-    )
+    widths = dict.fromkeys(("fem_dim", "qk_dim"), module.proj.in_features)
+    fields = {"n_embd": module.qkv.in_features, "n_head": module.num_heads} | widths
+    return Site(module, module.qkv.weight, fields, graft=lambda head: BlockAttention(module, head))
 
 
 class BlockAttention(nn.Module):
