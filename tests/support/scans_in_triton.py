@@ -16,7 +16,7 @@ from reads import gradients_of, make
 
 from fem.ops.channel_scan import channel_kernels
 from fem.ops.common.backend import _FOUND
-from fem.ops.ssm import ssm_read
+from fem.ops.ssm import ssm_kernels, ssm_read
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # fresh memory is NaN: what nobody wrote shows
@@ -120,7 +120,7 @@ def second_derivatives(name: str) -> float:
 if __name__ == "__main__":
     kind, few = sys.argv[1], sys.argv[2] == "few"
     ssm_read.mamba_kernel = fla_reference.selective_scan
-    channel_kernels.SHORTEST = 4
+    channel_kernels.SHORTEST = ssm_kernels.CHUNK = 4
     cases = {name: BOTH[name] for name in FEW} if few else BOTH | CASES[kind]
     found = {name: error(**SIZES[kind] | case) for name, case in cases.items()}
     found["twice"] = second_derivatives("ssm" if kind == "states" else "aft with decay")

@@ -5,8 +5,9 @@ token enters with the log-weight log delta + log b. A row reads its cells with t
 through the skip. No value is read on the host.
 
 A program has BLOCK channels of a row, with all their states, which lie side by side: cells are (B, W, N), and so is a.
-The backward keeps the cells before every CHUNK-th token, and computes the others again. Other tensors are those of
-`SsmInputs`; v or f may have no channel.
+The backward keeps the cells before every CHUNK-th token, and computes the others again. Forward, few rows are cut into
+pieces of some chunks, as those of `channel_kernels` are. Other tensors are those of `SsmInputs`; v or f may have no
+channel.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from fem.ops.ssm.ssm_log_space import SsmInputs, ssm_by_prefixes
 
 CHUNK = 128  # tokens between cells that are kept
 CELLS = 128  # of a warp
+WARPS = 1024  # enough for a card: a warp waits less for its own results than one of `channel_kernels`, of one cell each
+FEWEST = 4  # pieces, of which every token is read twice
 LEAST_BLOCK = 8  # channels of a program: b and c have a gradient for each
 
 
@@ -110,49 +113,71 @@ def entered(weight, lost, mean, free, fall, x, value, energy, rate, HAS_V: tl.co
 @triton.jit
 def ssm_kernel(
     delta, log_delta, log_b, log_c, opens, v, f, a, skip, beta, first_weight, first_mean, first_free,
-    weights, means, frees, last_weight, last_mean, last_free, kept_weight, kept_mean, kept_free, T, W, v_row, f_row,
-    N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr,
-    HAS_V: tl.constexpr, HAS_F: tl.constexpr,
+    weights, means, frees, last_weight, last_mean, last_free, kept_weight, kept_mean, kept_free, ends, T, W, v_row,
+    f_row, pieces, length, N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    KEPT: tl.constexpr, ENDS: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr,
 ):  # fmt: skip
-    """What every token reads; the cells after the last, from the first ones, None of no token; where KEPT those before
-    every CHUNK-th token, (B, chunks, W, N)."""
-    row, channel = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """What every token of a piece reads; the cells after the last, from the first ones, None of no token; where KEPT
+    those before every CHUNK-th token, (B, chunks, W, N). ENDS: instead what a piece does to cells before it, in ends,
+    (B, pieces, 5, W, N): how far they fall, in two numbers, and the cells of its own tokens."""
+    batch, piece = tl.program_id(1) // pieces, tl.program_id(1) % pieces
+    row, channel = batch.to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     state, live = tl.arange(0, STATES), channel < W
     both, cell = live[:, None] & (state < N)[None], channel[:, None] * N + state[None]
-    at, chunk = row * W * N + cell, row * tl.cdiv(T, CHUNK) * W * N + cell
+    begin, every = piece * length, W * N
+    count = tl.minimum(T - begin, length)
+    at, chunk = row * every + cell, (row * tl.cdiv(T, CHUNK) + begin // CHUNK) * every + cell
     lost = tl.zeros((BLOCK, STATES), tl.float32)
     weight, mean, free = lost + LOG_ZERO, lost, lost
-    if first_weight is not None:
-        weight, mean, free = cells_at(first_weight, first_mean, first_free, at, both, HAS_V, HAS_F)
+    down, rest, end = lost, lost, row * pieces * 5 * every + cell
     falls, own = tl.load(a + cell, both, other=0.0), log_or_zero(tl.load(skip + channel, live, other=0.0))
     rate = own
     if HAS_F:
         rate = tl.load(beta + channel, live, other=1.0)
-    ahead = loaded(delta, log_delta, log_b, log_c, v, f, row * T, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
-    for t in range(T):
+    if ENDS:
+        end += piece * 5 * every
+    else:
+        if first_weight is not None:
+            weight, mean, free = cells_at(first_weight, first_mean, first_free, at, both, HAS_V, HAS_F)
+        for _ in range(piece):
+            weight, lost = fallen(weight, lost, tl.load(ends + end, both, other=0.0))
+            lost += tl.load(ends + end + every, both, other=0.0)
+            others = cells_at(ends + 2 * every, ends + 3 * every, ends + 4 * every, end, both, HAS_V, HAS_F)
+            weight, lost, mean, free = merged(weight, lost, mean, free, *others, rate[:, None], HAS_V, HAS_F)
+            end += 5 * every
+    first = row * T + begin
+    ahead = loaded(delta, log_delta, log_b, log_c, v, f, first, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
+    for t in range(count):
         step, height, value, energy, into, out = ahead
-        token, following = row * T + t, row * T + tl.minimum(t + 1, T - 1)
+        token, following = first + t, first + tl.minimum(t + 1, count - 1)
         ahead = loaded(
             delta, log_delta, log_b, log_c, v, f, following, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
         )
-        if KEPT and t % CHUNK == 0:
+        if KEPT and not ENDS and t % CHUNK == 0:
             keep_cells(kept_weight, kept_mean, kept_free, chunk, both, weight, mean, free, HAS_V, HAS_F)
-            chunk += W * N
+            chunk += every
         fall, x = moved(step, height, into, falls, opens, token)
         weight, lost, mean, free = entered(weight, lost, mean, free, fall, x, value, energy, rate, HAS_V, HAS_F)
-        # The read over the cells, which lie along the first axis there, merged with the token itself.
-        before, log_p = log_sum(tl.trans(tl.maximum(weight + out[None], LOG_ZERO)))
-        total, gain, to = tl.maximum(log_add(before, own), LOG_ZERO), own - before, token * W + channel
-        seen = total > NO_WEIGHT
-        tl.store(weights + to, tl.where(seen, total, LOG_ZERO), live)
-        if HAS_V:
-            read = merged_means(gain, tl.sum(tl.exp(log_p) * tl.trans(mean), 0), value)
-            tl.store(means + to, tl.where(seen, read, 0.0), live)
-        if HAS_F:
-            read = log_average(log_p, tl.trans(rate[:, None] * free)) / rate
-            read = merged_energies(gain, read, energy, rate)
-            tl.store(frees + to, tl.where(seen, read, 0.0), live)
-    keep_cells(last_weight, last_mean, last_free, at, both, weight, mean, free, HAS_V, HAS_F)
+        if ENDS:
+            down, rest = fallen(down, rest, fall)
+        else:  # the read over the cells, which lie along the first axis there, merged with the token itself
+            before, log_p = log_sum(tl.trans(tl.maximum(weight + out[None], LOG_ZERO)))
+            total, gain, to = tl.maximum(log_add(before, own), LOG_ZERO), own - before, token * W + channel
+            seen = total > NO_WEIGHT
+            tl.store(weights + to, tl.where(seen, total, LOG_ZERO), live)
+            if HAS_V:
+                read = merged_means(gain, tl.sum(tl.exp(log_p) * tl.trans(mean), 0), value)
+                tl.store(means + to, tl.where(seen, read, 0.0), live)
+            if HAS_F:
+                read = log_average(log_p, tl.trans(rate[:, None] * free)) / rate
+                read = merged_energies(gain, read, energy, rate)
+                tl.store(frees + to, tl.where(seen, read, 0.0), live)
+    if ENDS:
+        tl.store(ends + end, down, both)
+        tl.store(ends + end + every, rest, both)
+        keep_cells(ends + 2 * every, ends + 3 * every, ends + 4 * every, end, both, weight, mean, free, HAS_V, HAS_F)
+    elif piece == pieces - 1:
+        keep_cells(last_weight, last_mean, last_free, at, both, weight, mean, free, HAS_V, HAS_F)
 
 
 @triton.jit
@@ -346,11 +371,25 @@ def _given(inputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], dict[s
 def _ssm_read(*arguments):
     """chunk: of how many tokens; 0: no cells are kept. A graph has it, which may be stored and outlive this version."""
     *inputs, chunk = arguments
-    out, (grid, sizes) = _results(inputs, chunk), _launch(SsmInputs(*inputs[:-3]))
-    given, rows = _given(inputs)
-    with on(inputs[0].device):
-        ssm_kernel[grid](*given, *out, **sizes, **rows, CHUNK=max(chunk, 1), KEPT=chunk > 0)
+    x, out = SsmInputs(*inputs[:-3]), _results(inputs, chunk)
+    ((blocks, batch), sizes), (given, rows) = _launch(x), _given(inputs)
+    pieces, length = _pieces(x.delta.shape[1], batch * blocks * sizes["num_warps"], chunk or CHUNK)
+    ends = x.delta.new_empty(batch, pieces, 5, *x.a.shape)
+    with on(x.delta.device):
+        for of_ends in (True, False)[pieces == 1 :]:
+            ssm_kernel[blocks, batch * pieces](
+                *given, *out, ends, **sizes, **rows, pieces=pieces, length=length, CHUNK=chunk or CHUNK, KEPT=chunk > 0,
+                ENDS=of_ends,
+            )  # fmt: skip
     return out
+
+
+def _pieces(time: int, warps: int, chunk: int) -> tuple[int, int]:
+    """Into how many pieces rows are cut, and of how many tokens, all but the last of whole chunks."""
+    chunks = triton.cdiv(time, chunk)
+    pieces = min(chunks, WARPS // warps)
+    length = chunk * triton.cdiv(chunks, pieces) if pieces >= FEWEST else time
+    return triton.cdiv(time, length), length
 
 
 @_ssm_read.register_fake
