@@ -14,7 +14,7 @@ from fem.config import FreeEnergyMixerConfig, build_config
 from fem.models.engines.obstacles import attends, layer_type, obstacle_to_pages
 from fem.models.engines.parallel import tensor_plan
 from fem.models.opener import OpensWithFEM
-from fem.models.rope import check_turns, read_rope, scaled
+from fem.models.rope import check_turns, read_rope, rope_of, scaled
 from fem.prior_table import PRIORS, ROTARY
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
@@ -122,7 +122,6 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
     num_key_value_heads: int | None = None
     intermediate_size: int | None = None
     max_position_embeddings: int | str | None = "auto"
-    rope_parameters: dict | None = None
     prior_type: str = "softmax"
     layer_priors: list | None = None
     mixer: dict | None = None
@@ -140,6 +139,7 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
             raise ValueError(
                 "this folder was written by fem train and is no model: open one of the folders checkpoint-N in it."
             )
+        rope = values.pop("rope_parameters", None)
         if values.pop("rope_scaling", None) is not None:
             raise TypeError("FEMConfig has no field 'rope_scaling'; pass rope_parameters, with a rope_type.")
         typed = "model_type" not in values  # else read from a file, in which other programs may have written
@@ -150,7 +150,7 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
                 raise ValueError(f"FEMConfig has no field {name!r}, which belongs to the mixers; pass {remedy}.")
         self.refuse_unknown(values)
         self._check_sizes()
-        read_rope(self)
+        read_rope(self, rope)
         if self.intermediate_size is None:
             self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
         if self.num_key_value_heads is None:
@@ -164,6 +164,11 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
         self.base_model_tp_plan = tensor_plan(self)
         super().__post_init__(**values)
 
+    @classmethod
+    def own_fields(cls) -> list[str]:
+        """With rope_parameters, which is no declared field: transformers takes all that have it for scaled ones."""
+        return [*super().own_fields(), "rope_parameters"]
+
     def convert_rope_params_to_dict(self, **values) -> dict:
         return values  # `read_rope` did
 
@@ -174,7 +179,7 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
 
     def mixer_configs(self) -> list[FreeEnergyMixerConfig]:
         """The configuration of every layer's mixer, in order; built again where a field that they read has changed."""
-        said = repr([getattr(self, name) for name in READ_BY_MIXERS])
+        said = repr([getattr(self, name, None) for name in READ_BY_MIXERS])
         if vars(self).get(BUILT, ("",))[0] != said:
             layers = self._layer_fields()
             built = {kind: self._build(fields) for kind, fields in {repr(layer): layer for layer in layers}.items()}
@@ -183,8 +188,8 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
 
     def _layer_fields(self) -> list[dict]:
         """Each layer's own fields, and the shared ones, without those that only the priors of other layers read."""
-        layers, merged = self._own_fields(), []
-        shared = self.mixer | ({"rope_theta": self.rope_parameters["rope_theta"]} if self.rope_parameters else {})
+        layers, merged, rope = self._own_fields(), [], rope_of(self)
+        shared = self.mixer | ({"rope_theta": rope["rope_theta"]} if rope else {})
         grouped = {"n_kv_head": self.num_key_value_heads} if self._grouped else {}
         somewhere = set().union(*map(_uses, layers))
         for own in layers:

@@ -14,16 +14,21 @@ from fem.prior_table import PRIORS, ROTARY
 KINDS = ("linear", "yarn", "llama3", "proportional")  # not those whose angles change with the length of a row
 
 
-def read_rope(config: PreTrainedConfig) -> None:
-    """Completes config.rope_parameters, in the words of transformers, where some are given.
+def rope_of(config: PreTrainedConfig) -> dict | None:
+    """The rope_parameters of a config, where it has any."""
+    return getattr(config, "rope_parameters", None)
+
+
+def read_rope(config: PreTrainedConfig, given: dict | None) -> None:
+    """Sets config.rope_parameters, in the words of transformers, where some are given.
 
     Raises ValueError on a kind of scaling that is unknown, on a rope_theta that differs from the mixers', and on what
     nothing reads.
     """
-    if not config.rope_parameters:
+    if not given:
         return
     theta = config.mixer.get("rope_theta")
-    rope = {"rope_type": "default", "rope_theta": 10000.0 if theta is None else theta, **config.rope_parameters}
+    rope = {"rope_type": "default", "rope_theta": 10000.0 if theta is None else theta, **given}
     if rope["rope_type"] not in ("default", *KINDS):
         raise ValueError(
             f"rope_parameters must have a rope_type of default, {', '.join(KINDS)}; got {rope['rope_type']!r}."
@@ -42,7 +47,7 @@ def read_rope(config: PreTrainedConfig) -> None:
 
 def check_turns(config: PreTrainedConfig, mixers: list[FreeEnergyMixerConfig]) -> None:
     """Raise ValueError on scaled angles where no layer turns its queries and keys."""
-    rope = config.rope_parameters
+    rope = rope_of(config)
     if rope and rope["rope_type"] != "default" and all(mixer.rope_frequencies is None for mixer in mixers):
         raise ValueError(
             f"rope_parameters needs a layer with rotary positions, use_rope=True and a prior that has them; got "
@@ -55,7 +60,7 @@ def scaled(config: PreTrainedConfig, mixer: FreeEnergyMixerConfig) -> FreeEnergy
 
     Raises ValueError on parameters that transformers refuses, and on those that turn only a part of a head.
     """
-    rope = config.rope_parameters
+    rope = rope_of(config)
     turns = mixer.use_rope and ROTARY[0] in PRIORS[mixer.prior_type].uses
     if not rope or rope["rope_type"] == "default" or not turns:
         return mixer
