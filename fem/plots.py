@@ -54,7 +54,8 @@ def channel_readings(path: Path, title: str, tokens: Sequence[str], heads: Seque
     of the token that each reads most.
     """
     rows = [size for _, _, channels in heads for size in (1.5, len(channels))]
-    size = (0.32 * len(tokens) + 1.9, 0.16 * sum(rows) + 0.5 * len(heads) + 1.3)
+    longest = max(map(len, (title, *(name for name, _, _ in heads))))  # which fits above few tokens, too
+    size = (max(0.32 * len(tokens) + 1.9, 0.08 * longest + 0.6), 0.16 * sum(rows) + 0.5 * len(heads) + 1.3)
     with picture(path, title, *size, grid=False) as figure:
         panels = figure.subplots(len(rows), 1, sharex=True, height_ratios=rows)
         for (name, mean, channels), above, below in zip(heads, panels[::2], panels[1::2]):

@@ -34,6 +34,7 @@ def recipe_options(recipe: type) -> Callable[[Command], Command]:
             flag, default = f"--{name}/--no-{name}", f"{'' if default else 'no-'}{name}"
         else:
             flag = f"--{name}"
+        default = default.replace(",", ", ") if isinstance(default, str) else default  # a narrow terminal breaks there
         shown = "" if default in (None, "") else f" [default: {default}]"
         info = typer.Option(flag, help=escape(field.metadata["help"] + shown), show_default=False)
         annotation = Annotated[types[field.name] | None, info]

@@ -134,7 +134,7 @@ def demo(recipe: Mapping, results: Mapping) -> Iterator[Row]:
 def mad(recipe: Mapping, results: Mapping) -> Iterator[Row]:
     for start, mixers in results.get("mad", {}).items():
         for name, found in mixers.items():
-            for task in found["mad"].keys() - {"average"}:
+            for task in (task for task in found["mad"] if task != "average"):
                 for seed in range(len(found["mad"][task]["seeds"])):
                     of = {
                         score: found[score][task]["seeds"][seed] for score in ("mad", "final", "mean") if score in found

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_utils
 
 from fem.train.model import build_model
 from fem.train.saving import SavingTrainer
@@ -233,12 +233,15 @@ def test_the_demo_writes_everything_it_promises(text, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_a_model_is_trained_further_with_every_mixer(architecture, text, tmp_path):
+def test_a_model_is_trained_further_with_every_mixer(architecture, text, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", said.append)
     sizes = {"layers": 1, "width": 16, "heads": 2, "vocabulary": 300, "context": 24, "batch": 4}
     recipe = FinetuneRecipe(text=text, architecture=architecture, steps=2, further_steps=2, runs=1, **sizes)
     found = finetune.run(recipe, tmp_path / "run")["finetune"]
     assert found.keys() == set(recipe.mixer_names)
     assert all(math.isfinite(row["after"][0]) for row in found.values())
+    assert not said
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """`FEMForecaster` in neuralforecast, and neuralforecast's own models on our windows."""
 
+import logging
 import subprocess
 import sys
 
@@ -194,7 +195,9 @@ def test_bad_sizes_are_one_sentence():
 @pytest.mark.parametrize(
     "model", [BASELINES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in BASELINES[1:])]
 )
-def test_every_baseline_trains_on_train_rows_and_is_tested_on_all_windows(model):
+def test_every_baseline_trains_on_train_rows_and_is_tested_on_all_windows(model, caplog):
+    for library in ("pytorch_lightning", "lightning_fabric"):  # as in a fresh process
+        logging.getLogger(library).setLevel(logging.INFO)
     assert MODELS.keys() == set(BASELINES)
     splits = {"train": (0, 100), "validation": (100, 120), "test": (120, 150)}
     series = Series("waves", ("a", "b"), ROWS.astype(np.float64), splits)
@@ -205,6 +208,7 @@ def test_every_baseline_trains_on_train_rows_and_is_tested_on_all_windows(model)
             return train_baseline(Job(Series("waves", ("a", "b"), rows, splits), 5, 0, model, recipe), bars)
 
     found = error(series.values)
+    assert not caplog.records  # a word between would break the bars of a terminal
     assert found["mse"] > 0
     assert [len(part) for part in found["example"].values()] == [10, 5, 5]
     assert found["curve"][-1]["step"] == 4

@@ -1,6 +1,7 @@
 """`fem natural` on made-up files: what is read, who is held out, and that padding counts for nothing."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def test_a_padded_element_equals_a_deleted_one(name):
     torch.testing.assert_close(model(x, keep)[0], model(x[:1, :4], keep[:1, :4])[0])
 
 
-def test_every_bag_is_tested_once_a_repeat(folder, tmp_path):
+def test_every_bag_is_tested_once_a_repeat(folder, tmp_path, capsys):
     results = run(NaturalRecipe(**TINY, data=folder), tmp_path / "out", workers=1)
     rows = results["natural"]["musk1"]
     records = [json.loads(path.read_text()) for path in (tmp_path / "out" / "runs").glob("*.json")]
@@ -79,6 +80,9 @@ def test_every_bag_is_tested_once_a_repeat(folder, tmp_path):
         assert sum(found["rates"].values()) == 6
     assert results["constants"] == {"musk1": 0.5}
     assert "natural labels" in (tmp_path / "out" / "report.md").read_text()
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 12
+    assert re.fullmatch(r"natural: musk1: max pooling, seed 0, fold 0: \d+\.\d% \(1/12\)", told[0])
 
 
 def test_a_set_that_is_not_there_says_what_ships_it(tmp_path):

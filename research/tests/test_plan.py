@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ import torch
 from fem.mixer import FreeEnergyMixer
 from fem.models import FEMForCausalLM
 from fem.models.presets import count_parameters
+from fem.train.recipe import PAPER_ROWS
 from fem_research.plan.cost import (
+    USABLE,
     Job,
     advice,
     cache_bytes,
@@ -24,6 +28,9 @@ from fem_research.plan.cost import (
     wires,
 )
 from fem_research.plan.model import FORMS, config_of, kept, weights
+from fem_research.plan.settings import CARDS
+
+ROOT = Path(__file__).parents[2]
 
 COUNTED = [  # form, GPUs, of a layer, of a row, recompute: bytes that `benchmarks/titan_cpu.py count` counted
     ("full", 8, 1, 1, False, (6377856, 7426176, 0, 0)),
@@ -124,3 +131,29 @@ def test_the_command_says_that_times_are_predictions():
     assert done.returncode == 0, done.stderr
     assert "PREDICTED" in done.stdout
     assert "nothing of it ran on a GPU" in done.stdout
+
+
+def test_the_paper_s_page_says_what_the_plan_says():
+    page = (ROOT / "docs" / "paper.md").read_text()
+    rows = re.findall(
+        r"Table 2, .* (\d+)B tokens \| `?([\d.]+)`? (hours|days) .* `([\d.]+)` GB each.*fem plan (.*)` \|", page
+    )
+    assert len(rows) == 2
+    for billions, time, unit, gigabytes, options in rows:
+        words = options.replace("--", "").split()
+        job = Job(**{name: int(x) if x.isdigit() else x for name, x in zip(words[::2], words[1::2])})
+        days = int(billions) * 1e9 / prediction(job)["likely tokens a day"]
+        assert float(time) == pytest.approx(days * (24 if unit == "hours" else 1), rel=0.1)
+        assert gigabytes == f"{sum(memory(job).values()) / 1e9:.1f}"
+
+
+def test_the_paper_s_page_trains_by_as_many_rows_as_a_gpu_holds():
+    """Of DDP: weights, gradients and moments in float32, all of every block, logits in bfloat16, twice in float32."""
+    page = (ROOT / "docs" / "paper.md").read_text()
+    passes = re.findall(r"nproc-per-node (\d+) .*--recipe paper-340m(?: --micro-batch (\d+))?", page)
+    assert len(passes) == 2
+    count, config = sum(w.count for w in weights("340m", "full")), config_of("340m", "full")
+    for processes, rows in passes:
+        tokens = 4096 * int(rows or PAPER_ROWS // int(processes))
+        activations = tokens * (config.num_hidden_layers * kept("340m", "full")[0] + 10 * config.vocab_size)
+        assert 16 * count + activations < USABLE * CARDS["h100"].memory

@@ -42,6 +42,14 @@ def test_times_stand_in_the_record_in_milliseconds_under_the_names_that_are_type
     assert (rows["attention"]["mode"], rows["FEM/r32"]["mode"]) == ("torch's layer", "")
 
 
+def test_tasks_of_mad_stand_in_the_record_in_the_order_of_the_run():
+    tasks = ["memorization", "compression", "selective-copying", "in-context-recall"]
+    score = {task: {"seeds": [0.5]} for task in tasks} | {"average": {"seeds": [0.5]}}
+    found = {"mad": score, "steps": {"to": 0.9}, "parameters": 9}
+    rows = EXPERIMENTS["mad"]({"seed": 0, "profile": "laptop"}, {"mad": {"normal": {"softmax": found}}})
+    assert [row["task"] for row in rows] == tasks
+
+
 def test_the_demo_s_language_models_join_the_record_with_their_curves(tmp_path):
     recipe = {"seed": 3, "steps": 2, "batch_size": 4, "context": 8, "layers": 1, "mlp_width": 8, "vocabulary": 300}
     found = {"val_losses": [5.5], "parameters": 9, "tokens_per_second": 2.0}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from functools import partial
 
 import numpy as np
@@ -218,7 +219,7 @@ def test_paired_differences_have_the_standard_error_of_the_differences():
         paired([1.0], [1.0, 2.0])
 
 
-def test_a_run_writes_its_page_and_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_a_run_writes_its_page_and_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     recipe = RegimesRecipe(tasks="peak", mixers="softmax,fem-sm/r4", learning_rates="0.01,0.001", seeds=2, **TINY)
     trained = []
 
@@ -234,6 +235,9 @@ def test_a_run_writes_its_page_and_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "sweep", sweep)
     results = run(recipe, tmp_path / "regimes")
     assert len(trained) == len(set(trained)) == 2 * 2 + 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == len(trained)
+    assert re.fullmatch(r"regimes: peak: attention, rate 0\.01, seed 0: -?\d+\.\d{3} \(1/4\)", told[0])
     row = results["regimes"]["peak"]["softmax+CLTG/r4"]
     assert len(row["test"]) == len(row["seconds"]) == 2
     assert row["validation_by_rate"].keys() == {"0.01", "0.001"}

@@ -110,6 +110,11 @@ def test_help_shows_brackets_and_values(monkeypatch):
     assert "None" not in shown
 
 
+def test_help_shows_whole_lists_on_a_terminal_of_80_columns():
+    for command in ("regimes", "natural", "bench", "finetune"):
+        assert "…" not in CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "80"}).output, command
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [("argmax", "to begin again: fem argmax --seed 3"), ("mad", "the same command goes on: fem mad --seed 3")],

@@ -12,12 +12,14 @@ import torch
 from command_line import fem
 from layers import ABLATIONS, FAMILIES, make_layer
 from layers import tokens as make_tokens
+from matplotlib.text import Text
 
 pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 
 from small_models import lively, small_config
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from fem import plots
 from fem.inspect import experiment as inspect
 from fem.inspect import page as inspection_page
 from fem.inspect.experiment import encode
@@ -194,6 +196,20 @@ def test_the_command_writes_page_picture_and_tables(written, tokenizer):
     results = json.loads((written / "results.json").read_text())
     assert "".join(results["tokens"]) == TEXT
     assert [(row["layer"], row["head"]) for row in results["heads"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+
+
+def test_no_title_is_cut_above_a_few_tokens(monkeypatch, tmp_path):
+    drawn, canvas = [], plots.FigureCanvasAgg
+    monkeypatch.setattr(plots, "FigureCanvasAgg", lambda figure: drawn.append(figure) or canvas(figure))
+    title, name = (
+        "What each channel reads at the end of the sentence",
+        "layer 12, head 10: the head whose channels differ most",
+    )
+    plots.channel_readings(tmp_path / "a.png", title, ["a", "b"], [(name, np.full(2, 0.5), np.eye(2))])
+    (figure,) = drawn
+    texts = [text for text in figure.findobj(Text) if text.get_text() in (title, name)]
+    assert len(texts) == 2
+    assert all(text.get_window_extent().x1 < figure.bbox.x1 for text in texts)
 
 
 def test_named_layers_alone_are_shown(model, tmp_path):

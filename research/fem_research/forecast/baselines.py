@@ -70,6 +70,8 @@ def train_baseline(job: Job, bars: Progress) -> dict:
 
 def fitted(job: Job, lookback: int, bars: Progress) -> tuple[BaseModel, float, list[dict]]:
     """The trained model, the CPU seconds of its training and its validation losses."""
+    for chatty in ("pytorch_lightning", "lightning_fabric"):  # from the model's first word on
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     kind, settings = MODELS[job.model]
     steps = Steps(bars, f"{job.title}, lookback {lookback}", job.recipe.peer_steps)
     model = kind(
@@ -89,8 +91,6 @@ def fitted(job: Job, lookback: int, bars: Progress) -> tuple[BaseModel, float, l
         **QUIET,
     )
     first, last = job.series.splits["validation"]
-    for chatty in ("pytorch_lightning", "lightning_fabric"):
-        logging.getLogger(chatty).setLevel(logging.ERROR)
     started = time.process_time()
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

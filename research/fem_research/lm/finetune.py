@@ -36,7 +36,9 @@ def build_model(recipe: FinetuneRecipe, vocabulary: int) -> nn.Module:
             "n_head": recipe.heads,
             "n_positions": recipe.context,
         }
-        return GPT2LMHeadModel(GPT2Config(**text, **sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
+        model = GPT2LMHeadModel(GPT2Config(**text, **sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
+        model.loss_type = "ForCausalLM"  # which transformers takes too, but with a word that breaks the bar
+        return model
     sizes = {"num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads, "hidden_size": recipe.width}
     grouped = {"num_key_value_heads": recipe.heads // 2, "intermediate_size": 8 * recipe.width // 3}
     return LlamaForCausalLM(LlamaConfig(**text, **sizes, **grouped, max_position_embeddings=recipe.context))

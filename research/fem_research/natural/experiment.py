@@ -37,7 +37,7 @@ def run(recipe: NaturalRecipe, output: Path, workers: int | None = None) -> dict
     found = {}
     with progress() as bars:
         for name in recipe.set_names:
-            grid = Grid(output / RUNS, train_all, bars, f"natural: {name}")
+            grid = Grid(output / RUNS, train_all, bars, f"natural: {name}", told)
             found[name] = grid.records(recipe.jobs(name, files[name]))
     scores = {name: summaries(records, recipe) for name, records in found.items()}
     floors = {name: max(Counter(labels).values()) / len(labels) for name, labels in label.items()}
@@ -56,6 +56,11 @@ def run(recipe: NaturalRecipe, output: Path, workers: int | None = None) -> dict
         results={"natural": scores, "constants": floors, "files": files},
         shown=("Accuracy by set, mean over repeats", overview),
     )
+
+
+def told(record: dict) -> str:
+    job = record["job"]
+    return f": {display(job['pool'])}, seed {job['seed']}, fold {job['fold']}: {mean(record['right']):.1%}"
 
 
 def summaries(records: list[dict], recipe: NaturalRecipe) -> dict[str, dict]:

@@ -178,7 +178,7 @@ def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict
     tasks = {}
     with progress() as bars:
         for task in recipe.task_names:
-            grid = Grid(output / RUNS, train_all, bars, f"regimes: {task}")
+            grid = Grid(output / RUNS, train_all, bars, f"regimes: {task}", told)
             tasks[task] = grid.tuned(recipe.rows, recipe.rates, seeds, partial(recipe.job, task), error)
     found = {task: of_task.chosen for task, of_task in tasks.items()}
     return publish(
@@ -194,6 +194,12 @@ def run(recipe: RegimesRecipe, output: Path, workers: int | None = None) -> dict
         results={"regimes": summary(tasks), "constants": floors},
         shown=("Scores by task, mean over seeds", overview(found)),
     )
+
+
+def told(record: dict) -> str:
+    job = record["job"]
+    rate = f"rate {job['learning_rate']:g}"
+    return f": {display(job['mixer'])}, {rate}, seed {job['seed']}: {record['curve'][-1]['validation']:.3f}"
 
 
 def error(record: dict) -> float:
