@@ -36,7 +36,7 @@ def fits(
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if not (found("triton") and (x.device.type == "cuda" or interpreted)) or backend in ("plain", "reference"):
         return False
-    if torch.version.hip is not None:  # products of float32 are asked for as NVIDIA's tensor cores have them
+    if x.device.type == "cuda" and not _multiplies(x.device.index or 0):
         return False
     norms = [norm] if type(norm_in) is nn.Identity else [norm, norm_in]
     if not all(type(one) is nn.LayerNorm and one.bias is not None for one in norms):
@@ -46,6 +46,12 @@ def fits(
     tensors = [hidden, project.weight, project.bias, *(y for one in norms for y in (one.weight, one.bias))]
     narrow = project.out_features // 3 * product_dtype(x).itemsize <= MOST_BYTES
     return narrow and x.numel() > 0 and plain_tensors(x, *tensors)
+
+
+@torch.compiler.assume_constant_result
+def _multiplies(device: int) -> bool:
+    """Whether tensor cores multiply bfloat16 and parts of float32, as NVIDIA's do from sm_80 on."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def fused_condition(
