@@ -19,11 +19,16 @@ from fem.ops.common.cells import by_prefixes
 from fem.ops.common.joined import by_tokens
 from fem.ops.common.merge_kernels import (
     LOG_ZERO,
+    cells_at,
     fallen,
+    keep_cells,
+    keep_piece,
     log_shares,
     merged,
+    pieces_of,
     through_energy,
     through_mean,
+    through_pieces,
 )
 from fem.ops.common.operator import again_differentiable, operator
 from fem.ops.common.precision import double
@@ -32,7 +37,6 @@ from fem.ops.common.read import Terms
 BLOCK = 32  # channels of a program
 PROGRAMS = 4096  # of a warp each: a card has work for as many, as each waits for what it computed just before
 SHORTEST = 64  # tokens of a chunk: a program goes through the ends of the other chunks, too
-FEWEST = 4  # chunks, of which every token is read twice
 Rows = Float[Tensor, "b t c"]
 
 
@@ -60,31 +64,19 @@ def channel_kernel(
     HAS_F: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """L, mean and F after every token of a chunk. ENDS: instead what a chunk does to the cell before it, in ends,
-    (B, chunks, 5, C): how far that falls, in two numbers, and the cell of the chunk's own tokens."""
+    (B, chunks, 5, C)."""
     column, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) // chunks
     row, chunk = batch.to(tl.int64), tl.program_id(1) % chunks
     live, start, none = column < C, row * C + column, tl.zeros((BLOCK,), tl.float32)
     weight, lost, mean, free, rate = none + LOG_ZERO, none, none, none, none
-    down, rest = none, none
+    down, rest, end = none, none, row * chunks * (5 * C) + column
     if HAS_F:
         rate = tl.load(beta + column, live, other=1.0)
-    end = ends + row * chunks * (5 * C) + column
-    if ENDS:
-        end += chunk * (5 * C)
-    else:
-        weight = tl.load(first_weight + start, live, other=LOG_ZERO)
-        if HAS_V:
-            mean = tl.load(first_mean + start, live, other=0.0)
-        if HAS_F:
-            free = tl.load(first_free + start, live, other=0.0)
-        for _ in range(chunk):
-            own = tl.load(end + 2 * C, live, other=LOG_ZERO)
-            value, energy = tl.load(end + 3 * C, live, other=0.0), tl.load(end + 4 * C, live, other=0.0)
-            if HAS_A:
-                weight, lost = fallen(weight, lost, tl.load(end, live, other=0.0))
-                lost += tl.load(end + C, live, other=0.0)
-            weight, lost, mean, free = merged(weight, lost, mean, free, own, value, energy, rate, HAS_V, HAS_F)
-            end += 5 * C
+    if not ENDS:
+        weight, mean, free = cells_at(first_weight, first_mean, first_free, start, live, HAS_V, HAS_F)
+        weight, lost, mean, free = through_pieces(
+            weight, lost, mean, free, rate, ends, end, C, chunk, live, HAS_V, HAS_F
+        )
     first = chunk * length
     count = tl.minimum(T - first, length)
     score = x + row * x_row + column * x_channel
@@ -105,17 +97,9 @@ def channel_kernel(
         weight, lost, mean, free = merged(weight, lost, mean, free, own, value, energy, rate, HAS_V, HAS_F)
         if not ENDS:
             at = (token + tl.maximum(t, 0)) * C + column
-            tl.store(weights + at, weight, live)
-            if HAS_V:
-                tl.store(means + at, mean, live)
-            if HAS_F:
-                tl.store(frees + at, free, live)
+            keep_cells(weights, means, frees, at, live, weight, mean, free, HAS_V, HAS_F)
     if ENDS:
-        tl.store(end, down, live)
-        tl.store(end + C, rest, live)
-        tl.store(end + 2 * C, weight, live)
-        tl.store(end + 3 * C, mean, live)
-        tl.store(end + 4 * C, free, live)
+        keep_piece(ends, end + chunk * (5 * C), C, live, down, rest, weight, mean, free, HAS_V, HAS_F)
 
 
 @triton.jit
@@ -135,7 +119,7 @@ def channel_backward_kernel(
     live, start, none = column < C, row * C + column, tl.zeros((BLOCK,), tl.float32)
     w, rho, gamma, rate_sum = none, none, none, none
     passed, passed_free, of_mean, of_free = none + 1.0, none + 1.0, none, none  # P, G, A, B
-    mean, free, rate = none, none, none
+    rate = none
     if HAS_F:
         rate = tl.load(beta + column, live, other=1.0)
     end = ends + (row * chunks + chunks - 1) * (7 * C) + column
@@ -156,11 +140,7 @@ def channel_backward_kernel(
     count = tl.minimum(T - first, length)
     score = x + row * x_row + column * x_channel
     at = (row * T + first + count - 1) * C + column
-    weight = tl.load(weights + at, live, other=LOG_ZERO)
-    if HAS_V:
-        mean = tl.load(means + at, live, other=0.0)
-    if HAS_F:
-        free = tl.load(frees + at, live, other=0.0)
+    weight, mean, free = cells_at(weights, means, frees, at, live, HAS_V, HAS_F)
     for j in range(count):
         t = first + count - 1 - j
         inside = tl.minimum(t, 1) * C  # the memory that came in stands before the first token
@@ -219,11 +199,7 @@ def channel_backward_kernel(
         if HAS_F:
             tl.store(d_beta + (row * chunks + chunk) * C + column, rate_sum, live)
         if chunk == 0:
-            tl.store(d_first_weight + start, w, live)
-            if HAS_V:
-                tl.store(d_first_mean + start, rho, live)
-            if HAS_F:
-                tl.store(d_first_free + start, gamma, live)
+            keep_cells(d_first_weight, d_first_mean, d_first_free, start, live, w, rho, gamma, HAS_V, HAS_F)
 
 
 def channels_by_kernels(
@@ -283,9 +259,7 @@ def _launch(
     """Of either kernel the grid, the chunks of a row, x, a, v and f, sizes and flags. Only x may be one number for all
     tokens."""
     (batch, time, width), blocks = x.shape, triton.cdiv(x.shape[2], BLOCK)
-    chunks = min(triton.cdiv(time, SHORTEST), PROGRAMS // (batch * blocks))
-    length = triton.cdiv(time, chunks) if chunks >= FEWEST else time
-    chunks = triton.cdiv(time, length)
+    chunks, length = pieces_of(time, PROGRAMS // (batch * blocks), SHORTEST)
     flags = {"HAS_A": a is not None, "HAS_V": v.shape[-1] > 0, "HAS_F": f.shape[-1] > 0, "BLOCK": BLOCK, "num_warps": 1}
     (v, v_row), (f, f_row), (a, a_row) = by_tokens(v), by_tokens(f), (x, 0) if a is None else by_tokens(a)
     sizes = [time, width, chunks, length, *x.stride(), a_row, v_row, f_row]

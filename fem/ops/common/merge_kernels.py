@@ -24,6 +24,15 @@ from fem.ops.common.triton_math import exp_minus_1, log_1_plus_share
 
 LOG_ZERO, NO_WEIGHT, NEAR = tl.constexpr(read.LOG_ZERO), tl.constexpr(read.NO_WEIGHT), tl.constexpr(30.0)
 NUMBERS = 1024  # of a program, 8 for each of 128 threads
+FEWEST = 4  # pieces of a row, of which every token is read twice
+
+
+def pieces_of(time: int, most: int, shortest: int, unit: int = 1) -> tuple[int, int]:
+    """Into how many pieces rows are cut, at most so many and of about `shortest` tokens or more, and of how many tokens
+    each is but the last, a multiple of `unit`. Rows that would make few pieces are one."""
+    pieces = min(triton.cdiv(time, shortest), most)
+    length = unit * triton.cdiv(triton.cdiv(time, unit), pieces) if pieces >= FEWEST else time
+    return triton.cdiv(time, length), length
 
 
 @triton.jit
@@ -105,6 +114,54 @@ def merged(weight, lost, mean, free, own, value, energy, rate, HAS_V: tl.constex
     if HAS_F:
         free = tl.where(seen, merged_energies(gain, free, energy, rate), 0.0)
     return weight, lost, mean, free
+
+
+@triton.jit
+def cells_at(weight, mean, free, at, both, HAS_V: tl.constexpr, HAS_F: tl.constexpr):
+    """Cells from memory; 0 of what is not there."""
+    log_weight = tl.load(weight + at, both, other=LOG_ZERO)
+    value = tl.zeros(both.shape, tl.float32)
+    energy = value
+    if HAS_V:
+        value = tl.load(mean + at, both, other=0.0)
+    if HAS_F:
+        energy = tl.load(free + at, both, other=0.0)
+    return log_weight, value, energy
+
+
+@triton.jit
+def keep_cells(
+    to_weight, to_mean, to_free, at, both, weight, mean, free, HAS_V: tl.constexpr, HAS_F: tl.constexpr
+):  # fmt: skip
+    """Cells to memory."""
+    tl.store(to_weight + at, weight, both)
+    if HAS_V:
+        tl.store(to_mean + at, mean, both)
+    if HAS_F:
+        tl.store(to_free + at, free, both)
+
+
+@triton.jit
+def through_pieces(
+    weight, lost, mean, free, rate, ends, at, every, count, there, HAS_V: tl.constexpr, HAS_F: tl.constexpr
+):
+    """Cells after the first `count` pieces of a row, of what each does to cells before it: in ends, 5 times `every`
+    numbers a piece, stand how far they fall, in two numbers, and the cells of the piece's own tokens."""
+    for _ in range(count):
+        weight, lost = fallen(weight, lost, tl.load(ends + at, there, other=0.0))
+        lost += tl.load(ends + at + every, there, other=0.0)
+        own = cells_at(ends + 2 * every, ends + 3 * every, ends + 4 * every, at, there, HAS_V, HAS_F)
+        weight, lost, mean, free = merged(weight, lost, mean, free, *own, rate, HAS_V, HAS_F)
+        at += 5 * every
+    return weight, lost, mean, free
+
+
+@triton.jit
+def keep_piece(ends, at, every, there, down, rest, weight, mean, free, HAS_V: tl.constexpr, HAS_F: tl.constexpr):
+    """What `through_pieces` reads of a piece."""
+    tl.store(ends + at, down, there)
+    tl.store(ends + at + every, rest, there)
+    keep_cells(ends + 2 * every, ends + 3 * every, ends + 4 * every, at, there, weight, mean, free, HAS_V, HAS_F)
 
 
 @triton.jit

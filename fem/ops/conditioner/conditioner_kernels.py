@@ -175,6 +175,7 @@ def _project(
 
 @triton.jit
 def _h(state, a, there, scale, shift, eps, length: tl.constexpr, bends: tl.constexpr, width: tl.constexpr):
+    """h of h~ and a."""
     y, _ = _unit(a, there, length)
     normed, _ = _normed(state, there, width, eps)
     if bends:
@@ -185,11 +186,9 @@ def _h(state, a, there, scale, shift, eps, length: tl.constexpr, bends: tl.const
 @triton.jit
 def _affine(weight, bias, column, width: tl.constexpr):
     """LayerNorm's weight and bias."""
-    scale, shift = (
-        tl.load(weight + column, column < width, other=0.0),
-        tl.load(bias + column, column < width, other=0.0),
-    )
-    return scale.to(tl.float32)[None], shift.to(tl.float32)[None]
+    scale = tl.load(weight + column, column < width, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, column < width, other=0.0).to(tl.float32)
+    return scale[None], shift[None]
 
 
 @triton.jit
@@ -325,10 +324,8 @@ def _d_normed(
     d_f, d_u, d_a, map_weight, feature, column, inputs: tl.constexpr, width: tl.constexpr, PRECISION: tl.constexpr
 ):
     """The gradient of a block of x^."""
-    w, lies = (
-        map_weight + column[:, None] * inputs + feature[None],
-        (column < width)[:, None] & (feature < inputs)[None],
-    )
+    w = map_weight + column[:, None] * inputs + feature[None]
+    lies = (column < width)[:, None] & (feature < inputs)[None]
     total = tl.zeros((d_f.shape[0], feature.shape[0]), tl.float32)
     total = dot(d_f, tl.load(w, lies, other=0.0), total, PRECISION)
     total = dot(d_u, tl.load(w + width * inputs, lies, other=0.0), total, PRECISION)

@@ -86,7 +86,7 @@ class ChunkSizes:
         rows = rows if time > LEAST else LEAST
         warps = WARPS if columns <= 64 else 2 * WARPS
         self.shape = {"width": width, "TIME": rows, "COLUMNS": columns, "num_warps": warps}
-        self.ends = {"CHUNKS": max(1, min(64, NUMBERS // columns))}  # whose ends are loaded at a time
+        self.ends = {"CHUNKS": min(64, NUMBERS // columns)}  # whose ends are loaded at a time
 
 
 def _columns(width: int) -> int:

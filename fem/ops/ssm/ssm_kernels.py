@@ -24,7 +24,10 @@ from fem.ops.common.joined import by_tokens
 from fem.ops.common.merge_kernels import (
     LOG_ZERO,
     NO_WEIGHT,
+    cells_at,
     fallen,
+    keep_cells,
+    keep_piece,
     log_add,
     log_average,
     log_or_zero,
@@ -33,9 +36,11 @@ from fem.ops.common.merge_kernels import (
     merged,
     merged_energies,
     merged_means,
+    pieces_of,
     share_apart,
     through_energy,
     through_mean,
+    through_pieces,
 )
 from fem.ops.common.operator import again_differentiable, operator
 from fem.ops.common.precision import double
@@ -46,7 +51,6 @@ from fem.ops.ssm.ssm_log_space import SsmInputs, ssm_by_prefixes
 CHUNK = 128  # tokens between cells that are kept
 CELLS = 128  # of a warp
 WARPS = 1024  # enough for a card: a warp waits less for its own results than one of `channel_kernels`, of one cell each
-FEWEST = 4  # pieces, of which every token is read twice
 LEAST_BLOCK = 8  # channels of a program: b and c have a gradient for each
 
 
@@ -68,30 +72,6 @@ def loaded(
     into = tl.load(log_b + token * N + state, exists, other=LOG_ZERO)
     out = tl.load(log_c + token * N + state, exists, other=LOG_ZERO)
     return step, height, value, energy, tl.maximum(into, LOG_ZERO), tl.maximum(out, LOG_ZERO)
-
-
-@triton.jit
-def cells_at(weight, mean, free, at, both, HAS_V: tl.constexpr, HAS_F: tl.constexpr):
-    """Cells from memory; 0 of what is not there."""
-    log_weight = tl.load(weight + at, both, other=LOG_ZERO)
-    value = tl.zeros(both.shape, tl.float32)
-    energy = value
-    if HAS_V:
-        value = tl.load(mean + at, both, other=0.0)
-    if HAS_F:
-        energy = tl.load(free + at, both, other=0.0)
-    return log_weight, value, energy
-
-
-@triton.jit
-def keep_cells(
-    to_weight, to_mean, to_free, at, both, weight, mean, free, HAS_V: tl.constexpr, HAS_F: tl.constexpr
-):  # fmt: skip
-    tl.store(to_weight + at, weight, both)
-    if HAS_V:
-        tl.store(to_mean + at, mean, both)
-    if HAS_F:
-        tl.store(to_free + at, free, both)
 
 
 @triton.jit
@@ -119,7 +99,7 @@ def ssm_kernel(
 ):  # fmt: skip
     """What every token of a piece reads; the cells after the last, from the first ones, None of no token; where KEPT
     those before every CHUNK-th token, (B, chunks, W, N). ENDS: instead what a piece does to cells before it, in ends,
-    (B, pieces, 5, W, N): how far they fall, in two numbers, and the cells of its own tokens."""
+    (B, pieces, 5, W, N)."""
     batch, piece = tl.program_id(1) // pieces, tl.program_id(1) % pieces
     row, channel = batch.to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     state, live = tl.arange(0, STATES), channel < W
@@ -139,12 +119,9 @@ def ssm_kernel(
     else:
         if first_weight is not None:
             weight, mean, free = cells_at(first_weight, first_mean, first_free, at, both, HAS_V, HAS_F)
-        for _ in range(piece):
-            weight, lost = fallen(weight, lost, tl.load(ends + end, both, other=0.0))
-            lost += tl.load(ends + end + every, both, other=0.0)
-            others = cells_at(ends + 2 * every, ends + 3 * every, ends + 4 * every, end, both, HAS_V, HAS_F)
-            weight, lost, mean, free = merged(weight, lost, mean, free, *others, rate[:, None], HAS_V, HAS_F)
-            end += 5 * every
+        weight, lost, mean, free = through_pieces(
+            weight, lost, mean, free, rate[:, None], ends, end, every, piece, both, HAS_V, HAS_F
+        )
     first = row * T + begin
     ahead = loaded(delta, log_delta, log_b, log_c, v, f, first, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
     for t in range(count):
@@ -173,9 +150,7 @@ def ssm_kernel(
                 read = merged_energies(gain, read, energy, rate)
                 tl.store(frees + to, tl.where(seen, read, 0.0), live)
     if ENDS:
-        tl.store(ends + end, down, both)
-        tl.store(ends + end + every, rest, both)
-        keep_cells(ends + 2 * every, ends + 3 * every, ends + 4 * every, end, both, weight, mean, free, HAS_V, HAS_F)
+        keep_piece(ends, end, every, both, down, rest, weight, mean, free, HAS_V, HAS_F)
     elif piece == pieces - 1:
         keep_cells(last_weight, last_mean, last_free, at, both, weight, mean, free, HAS_V, HAS_F)
 
@@ -373,7 +348,8 @@ def _ssm_read(*arguments):
     *inputs, chunk = arguments
     x, out = SsmInputs(*inputs[:-3]), _results(inputs, chunk)
     ((blocks, batch), sizes), (given, rows) = _launch(x), _given(inputs)
-    pieces, length = _pieces(x.delta.shape[1], batch * blocks * sizes["num_warps"], chunk or CHUNK)
+    most = WARPS // (batch * blocks * sizes["num_warps"])
+    pieces, length = pieces_of(x.delta.shape[1], most, chunk or CHUNK, chunk or CHUNK)
     ends = x.delta.new_empty(batch, pieces, 5, *x.a.shape)
     with on(x.delta.device):
         for of_ends in (True, False)[pieces == 1 :]:
@@ -382,14 +358,6 @@ def _ssm_read(*arguments):
                 ENDS=of_ends,
             )  # fmt: skip
     return out
-
-
-def _pieces(time: int, warps: int, chunk: int) -> tuple[int, int]:
-    """Into how many pieces rows are cut, and of how many tokens, all but the last of whole chunks."""
-    chunks = triton.cdiv(time, chunk)
-    pieces = min(chunks, WARPS // warps)
-    length = chunk * triton.cdiv(chunks, pieces) if pieces >= FEWEST else time
-    return triton.cdiv(time, length), length
 
 
 @_ssm_read.register_fake
