@@ -213,7 +213,7 @@ def channels_by_kernels(
 _INPUTS = "Tensor x, Tensor? a, Tensor v, Tensor f, Tensor beta, Tensor log_weight, Tensor mean, Tensor free_energy"
 
 
-@operator(f"channel_read({_INPUTS}) -> Tensor[]", waits=False)
+@operator(f"channel_read({_INPUTS}) -> Tensor[]", graphed=True)
 def _channel_read(*inputs):
     x, a, v, f, *others = inputs
     beta, *memory = (part.contiguous() for part in others)
@@ -231,7 +231,7 @@ def _(x, a, v, f, beta, *memory):
     return [beta.new_empty(*x.shape[:2], part.shape[-1]) for part in (x, v, f)]
 
 
-@operator(f"channel_read_backward({_INPUTS}, Tensor[] out, Tensor?[] grads) -> Tensor[]", waits=False)
+@operator(f"channel_read_backward({_INPUTS}, Tensor[] out, Tensor?[] grads) -> Tensor[]", graphed=True)
 def _channel_backward(*inputs):
     x, a, v, f, *others, out, grads = inputs
     beta, *memory = (part.contiguous() for part in others)

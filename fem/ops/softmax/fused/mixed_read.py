@@ -318,7 +318,7 @@ _MIXED_INPUTS = (
 _OPTIONS = "int[] form, float scale, float eps, float beta_start"
 
 
-@operator(f"mixed_read({_MIXED_INPUTS}, {_OPTIONS}) -> Tensor[]", waits=False)
+@operator(f"mixed_read({_MIXED_INPUTS}, {_OPTIONS}) -> Tensor[]", graphed=True)
 def _operator(*inputs):
     *tensors, form, scale, eps, start = inputs
     return _mixed_forward(*tensors, Form(*form), scale, eps, start)
@@ -341,7 +341,7 @@ def _(*inputs):
     return [o, *kept, beta, scheme, flags, head(form.mean + form.free), lse]
 
 
-@operator(f"mixed_read_backward(Tensor grad, {_MIXED_INPUTS}, Tensor[] kept, {_OPTIONS}) -> Tensor[]", waits=False)
+@operator(f"mixed_read_backward(Tensor grad, {_MIXED_INPUTS}, Tensor[] kept, {_OPTIONS}) -> Tensor[]", graphed=True)
 def _operator_backward(grad, *inputs):
     *tensors, kept, form, scale, eps, start = inputs
     gradients = _mixed_backward(grad, [*tensors, *kept], Form(*form), scale, eps, start)
