@@ -8,7 +8,6 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import numpy as np
 import pytest
 from command_line import fem
 from typer.testing import CliRunner
@@ -16,7 +15,6 @@ from typer.testing import CliRunner
 from fem import __version__, cli, doctor, extras, provenance
 from fem.commands import train as train_command
 from fem.doctor import card
-from fem.plots import channel_readings
 from fem.train.recipe import TrainRecipe
 from fem_research.argmax import experiment as argmax
 from fem_research.argmax import settings as argmax_settings
@@ -213,13 +211,6 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         provenance.write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
-
-
-def test_a_picture_of_readings_is_written(tmp_path):
-    weights = np.full((3, 4), 0.25)
-    heads = [("one", weights[0], weights), ("two", weights[0], weights)]
-    channel_readings(tmp_path / "reading.png", "title", ["a", "$^$", "c", "<|end|>"], heads)
-    assert (tmp_path / "reading.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_doctor_looks_at_the_card_and_keeps_a_page(tmp_path):
