@@ -83,7 +83,6 @@ def test_options_change_the_chosen_recipe_and_nothing_else(monkeypatch, tmp_path
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["argmax", "--heads", "7"], "error: --heads must divide --channels = 64, got --heads = 7.\n"),
         (["argmax", "--batch-size", "0"], "error: --batch-size must be positive, got 0.\n"),  # a field called batch
         (["doctor", "--gpu", "--only", "x"], f"error: --only must be from {', '.join(card.steps())}; got 'x'.\n"),
         (["doctor", "--only", "x"], "error: --only needs --gpu, whose steps it names, got 'x' without --gpu.\n"),

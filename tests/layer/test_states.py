@@ -201,8 +201,6 @@ def test_visible_nan_shows_from_its_token_on_and_in_no_other_batch_row(family, w
 @families
 def test_meta_layers_have_shapes_and_meet_no_real_tensors(family):
     layer, x = make_layer(torch.float32, **FAMILIES[family]), tokens(dtype=torch.float32)
-    with pytest.raises(ValueError, match="x must be on the layer's device, cpu, got x on meta"):
-        layer(x.to("meta"))
     layer = layer.to("meta")
     y = layer(x.to("meta"), attention_mask=torch.ones(2, TIME, dtype=torch.bool, device="meta"))
     assert (y.shape, y.device.type) == (x.shape, "meta")

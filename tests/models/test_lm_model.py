@@ -391,7 +391,7 @@ def test_swiglu_follows_the_width_unless_given():
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
-        ({"layer_priors": ["softmax"]}, ValueError, "layer_priors must have one entry per layer"),
+        ({"layer_priors": ["softmax"]}, ValueError, "layer_priors must have one entry per layer, .* got 1 entries"),
         ({"layer_priors": ["softmax", "sofmax"]}, ValueError, "prior_type must be one of"),
         ({"layer_priors": ["softmax", {"windw": 5}]}, TypeError, "did you mean 'window'"),
         ({"layer_priors": ["softmax", 5]}, TypeError, "layer_priors"),
@@ -412,7 +412,6 @@ def test_swiglu_follows_the_width_unless_given():
         ({"num_attention_heads": 3}, ValueError, "must divide hidden_size = 16, got 3"),
         ({"num_key_value_heads": 3}, ValueError, "n_kv_head must divide"),
         ({"hidden_size": "a"}, ValueError, "hidden_size must be a positive integer, got 'a'"),
-        ({"hidden_size": None}, ValueError, "hidden_size must be a positive integer, got None"),
         ({"num_hidden_layers": 2.0}, ValueError, "num_hidden_layers must be a positive integer, got 2.0"),
         ({"intermediate_size": 24.5}, ValueError, "intermediate_size must be a positive integer or None, got 24.5"),
         ({"num_key_value_heads": "a"}, ValueError, "num_key_value_heads must be a positive integer or None, got 'a'"),
@@ -420,10 +419,7 @@ def test_swiglu_follows_the_width_unless_given():
         ({"rms_norm_eps": -1.0}, ValueError, r"rms_norm_eps must be 0 or more, got -1.0"),
         ({"initializer_range": "a"}, ValueError, "initializer_range must be a finite number, got 'a'"),
         ({"mixer": "x"}, TypeError, "mixer must be a dict of mixer fields, got 'x'"),
-        ({"layer_priors": "gla"}, ValueError, "layer_priors must have one entry per layer, .* got 3 entries"),
         ({"vocab_size": 0}, ValueError, "vocab_size must be a positive integer, got 0"),
-        ({"num_hidden_layers": -1}, ValueError, "num_hidden_layers must be a positive integer, got -1"),
-        ({"intermediate_size": 0}, ValueError, "intermediate_size must be a positive integer or None, got 0"),
         ({"max_position_embeddings": 0}, ValueError, "max_position_embeddings must be .* got 0"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ValueError, "llama3.*; got 'dynamic'"),
         ({"rope_parameters": {"rope_type": "yran", "factor": 4.0}}, ValueError, "llama3.*; got 'yran'"),
