@@ -107,7 +107,7 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
     Mutant("a piece of a scan's rows does not let what comes to it fall", "fem/ops/common/merge_kernels.py",
            "weight, lost = fallen(weight, lost, tl.load(ends + at, there, other=0.0))", "pass",
            "tests/ops/test_own_scans.py"),
-    Mutant("a chunk of channels hands no gradient of the free energy on to its weights",
+    Mutant("a piece of channels hands no gradient of the free energy on to its weights",
            "fem/ops/channel_scan/channel_kernels.py",
            "w += tl.load(end + 6 * C, live, other=0.0) * gamma", "pass", "tests/ops/test_own_scans.py"),
     Mutant("the first norm's kernel forgets how far blocks of inputs are apart",
