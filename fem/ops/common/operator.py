@@ -72,6 +72,15 @@ def recorded() -> Iterator[None]:
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
+def refuse_second_derivatives() -> None:
+    """RuntimeError in the backward of a fused layer under create_graph=True."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a fused layer is differentiable once, got create_graph=True; a layer whose configuration has "
+            'backend="plain" is differentiable any number of times.'
+        )
+
+
 def again_differentiable(
     function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:

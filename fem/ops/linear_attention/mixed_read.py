@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import on
 from fem.ops.common.joined import Biases, Weights, joined
-from fem.ops.common.operator import again_differentiable, operator
+from fem.ops.common.operator import operator, refuse_second_derivatives
 from fem.ops.common.part_kernels import summed
 from fem.ops.common.token_kernels import launch_gate
 from fem.ops.linear_attention import kernel_read as scan
@@ -30,7 +30,7 @@ from fem.ops.linear_attention.doubtful_tokens import (
     through_doubtful_decays,
 )
 from fem.ops.linear_attention.feature_kernels import launch_features
-from fem.ops.linear_attention.layer_form import Form, Options, logits_of, plain_mixed_read
+from fem.ops.linear_attention.layer_form import Form, Options, logits_of
 
 EVEN = 8  # numbers of 16 bits: rows of another width are multiplied slowly
 
@@ -86,11 +86,10 @@ class _MixedRead(torch.autograd.Function):
 
 
 def _gradients(backward: Callable[..., list[Tensor]], ctx, grad: Tensor) -> list[Tensor | None]:
-    """Those of all tensors, by one of the two backwards, or differentiable where they are to be differentiated."""
+    """Those of all tensors, by one of the two backwards."""
+    refuse_second_derivatives()
     saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
     tensors, kept = saved[:_TENSORS], saved[_TENSORS:]
-    if torch.is_grad_enabled():
-        return again_differentiable(lambda *given: [plain_mixed_read(*given, *ctx.options)], tensors, [grad])
     found = iter(backward(grad, tensors, kept, *ctx.options))
     return [None if x is None else next(found) for x in tensors[:_LEARNT]] + [None] * (_TENSORS - _LEARNT)
 

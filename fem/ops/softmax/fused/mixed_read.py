@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import on
 from fem.ops.common.joined import joined
-from fem.ops.common.operator import operator
+from fem.ops.common.operator import operator, refuse_second_derivatives
 from fem.ops.common.part_kernels import sum_all
 from fem.ops.softmax.fused import bounded_attention, fused_attention
 from fem.ops.softmax.fused import elementwise_kernels as K
@@ -91,11 +91,7 @@ class _MixedRead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the fused softmax layer is differentiable once, got create_graph=True; a layer whose configuration "
-                'has backend="plain" is differentiable any number of times.'
-            )
+        refuse_second_derivatives()
         saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
         gradients = _mixed_backward(grad, saved, *ctx.options, bounds=ctx.bounds)
         return None, None, *_of_inputs(gradients, saved), None, None
