@@ -188,7 +188,7 @@ def test_in_equal_time_slower_rows_take_fewer_steps(text, tmp_path, monkeypatch)
     for row, mixer in (("full", "FEM"), ("-C,G,T,L", "attention")):
         assert max(line["step"] for line in lines if line["row"] == row) == taken[mixer][0]
     page = (tmp_path / "report.md").read_text()
-    assert ", equal time\n" in page
+    assert ", equal time\n\nBlocks: 1, of width " in page
     assert "--equal-time" in page
 
     clock["full"] = 9.0  # what was measured is kept: the trainings of a run that goes on are the same

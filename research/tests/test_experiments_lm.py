@@ -222,6 +222,7 @@ def test_the_demo_writes_everything_it_promises(text, tmp_path):
         assert f"({name})" in report
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     assert ">>>" in report
+    assert "\nBlocks: 1, of width 32" in report
     assert "made_up.txt" in report
     assert str(tmp_path) not in report
     for name in ("config.json", "metrics.jsonl", "argmax.csv", "lm.csv"):
@@ -242,6 +243,7 @@ def test_a_model_is_trained_further_with_every_mixer(architecture, text, tmp_pat
     assert found.keys() == set(recipe.mixer_names)
     assert all(math.isfinite(row["after"][0]) for row in found.values())
     assert not said
+    assert "\nBlocks: 1, of width 16" in (tmp_path / "run" / "report.md").read_text()
 
 
 @pytest.mark.slow

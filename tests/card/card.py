@@ -18,7 +18,7 @@ from torch import Tensor
 from fem.ops.channel_scan import channel_kernels
 from fem.ops.common import joined, part_kernels, row_maps, token_kernels
 from fem.ops.conditioner import conditioner_kernels as of_conditioner
-from fem.ops.linear_attention import feature_kernels, linear_token, scan_kernels
+from fem.ops.linear_attention import doubtful_kernels, feature_kernels, linear_token, scan_kernels
 from fem.ops.softmax import card_attention as of_attention
 from fem.ops.softmax import one_query_kernels
 from fem.ops.softmax.fused import doubt_kernels as doubt
@@ -27,8 +27,9 @@ from fem.ops.softmax.fused import fused_attention as attention
 from fem.ops.ssm import mix_token, ssm_kernels, ssm_numbers_kernels
 
 SM = int(os.environ.get("FAKE_SM", "90"))
-KERNELS = (of_softmax, doubt, of_conditioner, one_query_kernels, token_kernels, scan_kernels, feature_kernels)
-KERNELS += (linear_token, channel_kernels, ssm_kernels, ssm_numbers_kernels, mix_token, part_kernels, joined, row_maps)
+KERNELS = (of_softmax, doubt, of_conditioner, one_query_kernels, token_kernels, scan_kernels, doubtful_kernels)
+KERNELS += (feature_kernels, linear_token, channel_kernels, ssm_kernels, ssm_numbers_kernels, mix_token, part_kernels)
+KERNELS += (joined, row_maps)
 SHARED = {80: 163, 89: 99, 90: 227, 120: 99}  # KiB of shared memory that a program may ask for
 
 _loaded: list[tuple[str, bytes]] = []  # Triton's kernels, compiled

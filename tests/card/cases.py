@@ -82,8 +82,8 @@ def test_a_train_step_of_a_fused_layer_can_be_captured(name, mode):
 
 
 @full
-@pytest.mark.parametrize("prior", ["rnn_softmax", "rnn_decay", "mamba", "mamba_interactive"])
-def test_a_train_step_of_a_scan_of_ours_can_be_captured(prior):
+@pytest.mark.parametrize("prior", [prior for prior in PRIORS if prior != "softmax"])
+def test_a_train_step_of_a_scan_can_be_captured(prior):
     captured(build(256, 4, prior_type=prior), tokens())
 
 

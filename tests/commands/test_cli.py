@@ -8,7 +8,6 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import numpy as np
 import pytest
 from command_line import fem
 from typer.testing import CliRunner
@@ -16,7 +15,6 @@ from typer.testing import CliRunner
 from fem import __version__, cli, doctor, extras, provenance
 from fem.commands import train as train_command
 from fem.doctor import card
-from fem.plots import channel_readings
 from fem.train.recipe import TrainRecipe
 from fem_research.argmax import experiment as argmax
 from fem_research.argmax import settings as argmax_settings
@@ -85,7 +83,6 @@ def test_options_change_the_chosen_recipe_and_nothing_else(monkeypatch, tmp_path
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["argmax", "--heads", "7"], "error: --heads must divide --channels = 64, got --heads = 7.\n"),
         (["argmax", "--batch-size", "0"], "error: --batch-size must be positive, got 0.\n"),  # a field called batch
         (["doctor", "--gpu", "--only", "x"], f"error: --only must be from {', '.join(card.steps())}; got 'x'.\n"),
         (["doctor", "--only", "x"], "error: --only needs --gpu, whose steps it names, got 'x' without --gpu.\n"),
@@ -213,13 +210,6 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         provenance.write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
-
-
-def test_a_picture_of_readings_is_written(tmp_path):
-    weights = np.full((3, 4), 0.25)
-    heads = [("one", weights[0], weights), ("two", weights[0], weights)]
-    channel_readings(tmp_path / "reading.png", "title", ["a", "$^$", "c", "<|end|>"], heads)
-    assert (tmp_path / "reading.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_doctor_looks_at_the_card_and_keeps_a_page(tmp_path):

@@ -13,7 +13,7 @@ from browser import chromium, errors, look, served
 pytest.importorskip("material", reason="the site needs the extra 'docs'")
 
 ROOT = Path(__file__).parents[2]
-FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
+FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "link": "href"}
 
 
 class Page(HTMLParser):

@@ -205,7 +205,7 @@ def test_no_title_is_cut_above_a_few_tokens(monkeypatch, tmp_path):
         "What each channel reads at the end of the sentence",
         "layer 12, head 10: the head whose channels differ most",
     )
-    plots.channel_readings(tmp_path / "a.png", title, ["a", "b"], [(name, np.full(2, 0.5), np.eye(2))])
+    plots.channel_readings(tmp_path / "a.png", title, ["$^$", "<|end|>"], [(name, np.full(2, 0.5), np.eye(2))])
     (figure,) = drawn
     texts = [text for text in figure.findobj(Text) if text.get_text() in (title, name)]
     assert len(texts) == 2

@@ -6,11 +6,12 @@ from functools import partial
 import fused_on_cpu
 import pytest
 import torch
+import triton.language as tl
 from torch.utils.checkpoint import checkpoint
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer, joint_maps
 from fem.ops.common import joined, part_kernels, row_maps
-from fem.ops.linear_attention import kernel_read
+from fem.ops.linear_attention import mixed_read, scan_kernels
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as kernels
 
@@ -151,6 +152,7 @@ def test_masking_a_token_equals_deleting_it(name, monkeypatch):
     ("slim, grouped, conditioner", True, 200.0),
     ("both directions", True, 200.0),
     ("gla", True, 0.0),
+    ("gla", True, 200.0),
     ("linear, slim, split, conditioner", True, 200.0),
 ])  # fmt: skip
 def test_a_token_sees_its_document_and_window_alone(name, documents, spike, monkeypatch):
@@ -205,9 +207,9 @@ def test_parts_of_any_number_are_summed():
     torch.testing.assert_close(part_kernels.summed(parts, torch.float32), parts.sum(0))
 
 
-@pytest.mark.parametrize("time", [2, 67])
-def test_sequences_of_any_length_over_several_tiles(time, monkeypatch):
-    layer = build({}, width=40, heads=1)  # 16 tokens a tile
+@pytest.mark.parametrize("prior, time", [("softmax", 2), ("softmax", 67), ("gla", 67)])
+def test_sequences_of_any_length_over_several_tiles(prior, time, monkeypatch):
+    layer = build({"prior_type": prior}, width=40, heads=1)  # 16 tokens a tile
     spread(layer, 1.0, 200.0)
     fused_on_cpu.install(monkeypatch)
     found = errors(layer, torch.randn(1, time, 20))
@@ -269,6 +271,7 @@ def test_gradients_repeat_bit_for_bit(name, spike, monkeypatch):
         ("slim, conditioner", 0.0),
         ("gla, conditioner", 0.0),
         ("linear", 0.0),
+        ("gla, slim", 200.0),
     ],
 )
 def test_bfloat16_errs_no_more_than_the_form_of_torch_operations(name, spike, monkeypatch):
@@ -284,7 +287,8 @@ def test_bfloat16_errs_no_more_than_the_form_of_torch_operations(name, spike, mo
         without.setattr(fused_layer, "available", lambda x: False)
         other = errors(layer, x)
     found = errors(layer, x)
-    assert all(found[name] < max(1.3 * other[name], 2.5e-2) for name in found), (found, other)
+    above = {name: (found[name], other[name]) for name in found if found[name] > max(1.3 * other[name], 2.5e-2)}
+    assert not above, above
 
 
 @pytest.mark.parametrize(
@@ -303,37 +307,27 @@ def test_one_graph_without_a_break(name, spike, monkeypatch):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("how_many", ["some", "all"])
 @pytest.mark.parametrize("name", LINEAR)
-def test_linear_attention_in_doubt_is_read_by_torch_operations(name, monkeypatch):
-    layer, unpacked = build(LAYERS[name]), kernel_read.unpacked
-
-    def in_doubt(*inputs, **cells):
-        inputs[5].fill_(1)  # the flag
-        return [torch.full_like(part, torch.nan) for part in unpacked(*inputs, **cells)]
-
+def test_tokens_of_linear_attention_in_doubt_are_read_again(name, how_many, monkeypatch):
+    """A token is in doubt where its sums are below such a share of what one key would weigh."""
+    layer, share = build(LAYERS[name]), 1.0 if name == "gla, the mean alone" else 0.01
     fused_on_cpu.install(monkeypatch)
-    monkeypatch.setattr(kernel_read, "unpacked", in_doubt)
-    found = errors(layer, torch.randn(2, 19, 20))
-    assert max(found.values()) < 2e-5, found
+    monkeypatch.setattr(layer.prior, "read", None)
+    monkeypatch.setattr(scan_kernels, "LEAST_PROVEN", tl.constexpr(share if how_many == "some" else 1e30))
+    found, read = [], mixed_read.read_doubtful
+    monkeypatch.setattr(
+        mixed_read, "read_doubtful", lambda sizes, scan, *out: found.append(scan) or read(sizes, scan, *out)
+    )
+    off = errors(layer, torch.randn(2, 19, 20))
+    marks = found[0].doubtful
+    assert marks.all() if how_many == "all" else marks.any() and not marks.all()
+    assert max(off.values()) < 2e-5, off
 
 
-@pytest.mark.parametrize("name", ["gla", "linear, slim, split, conditioner"])
-def test_second_derivatives_of_linear_attention_are_those_of_the_plain_form(name, monkeypatch):
-    layer, found = build(LAYERS[name]), []
-    for form, x in ((exact(layer), torch.randn(1, 5, 20).double()), (layer, None)):
-        x = (found[0][0].float() if x is None else x).requires_grad_()
-        leaves = [x, *form.parameters()]
-        if form is layer:
-            fused_on_cpu.install(monkeypatch)
-        first = torch.autograd.grad(form(x).square().sum(), leaves, create_graph=True)
-        second = torch.autograd.grad(sum(y.square().sum() for y in first), leaves, materialize_grads=True)
-        found.append([x.detach(), *second])
-    for one, other in zip(found[1], found[0], strict=True):
-        assert (one - other).norm() < 1e-4 * other.norm().clamp_min(1)
-
-
-def test_a_second_derivative_of_softmax_is_refused(monkeypatch):
-    layer, x = build(LAYERS["full"]), torch.randn(1, 5, 20, requires_grad=True)
+@pytest.mark.parametrize("name", ["full", "gla"])
+def test_a_second_derivative_is_refused(name, monkeypatch):
+    layer, x = build(LAYERS[name]), torch.randn(1, 5, 20, requires_grad=True)
     fused_on_cpu.install(monkeypatch)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)

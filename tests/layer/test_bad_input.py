@@ -181,6 +181,7 @@ TABLE = [
     (config, {"eps": 1e-60}, ValueError, "eps must be positive, got 1e-60"),
     (config, {"rope_frequencies": [NAN] * 8}, ValueError, "each of rope_frequencies must be a finite number, got nan"),
     (config, {"rope_frequencies": [1.0] * 8, "use_rope": False}, ValueError, "rope_frequencies needs use_rope=True"),
+    (config, MAMBA | {"rope_frequencies": [1.0] * 8}, ValueError, "rope_frequencies needs prior_type='softmax' or"),
     (config, {"rope_frequencies": [1.0] * 7}, ValueError, "one number for each of the 8 planes of a head, got 7"),
     (config, {"beta_max_init": -104}, ValueError, r"beta_max_init must be in \[-87, 1e\+30\], got -104"),
     # Fields that nothing would read.
@@ -364,15 +365,6 @@ def test_a_field_of_another_type_is_refused_by_its_name(field):
 def test_a_size_is_a_positive_integer(wrong):
     with pytest.raises(ValueError, match=f"n_head must be a positive integer, got {wrong!r}"):
         config(n_head=wrong)
-
-
-def test_a_masked_position_may_hold_anything():
-    mask = torch.tensor([[1, 0, 1, 1, 1]])
-    for scan, name, shape in ((keyed, "k", (1, 5, 2, 4)), (channel, "log_weight", (1, 5, 2, 3)), (ssm, "B", (1, 5, 4))):
-        bad = torch.ones(shape)
-        bad[:, 1] = NAN
-        found = scan(key_mask=mask, **{name: bad})
-        assert found.free_energy[:, mask[0].bool()].isfinite().all()
 
 
 def test_a_prior_of_ones_own_must_say_what_it_costs(monkeypatch):

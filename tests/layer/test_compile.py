@@ -94,19 +94,19 @@ def run(backend, families):
     assert printed("-c", SCRIPT, backend, repr(families)).count("whole:") == len(families)
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_what_waits_is_refused_where_cuda_graphs_are_made_of_parts(waits):
+@pytest.mark.parametrize("graphed", [False, True])
+def test_what_no_cuda_graph_holds_is_refused_where_they_are_made_of_parts(graphed):
     """Inductor loses data there; the settings of the process stay as they were."""
     from torch._inductor import config
     from torch._subclasses import FakeTensorMode
 
-    copied = operator(f"copied_{waits}(Tensor x) -> Tensor", waits=waits)(lambda x: x.clone())
+    copied = operator(f"copied_{graphed}(Tensor x) -> Tensor", graphed=graphed)(lambda x: x.clone())
     copied.register_fake(torch.empty_like)
     before = config.save_config_portable()
     with FakeTensorMode():
         on_card = torch.empty(2, device="cuda")
         for graphs, parts, device in product((False, True), (False, True), ("cuda", "cpu")):
-            refused = waits and graphs and parts and device == "cuda"
+            refused = not graphed and graphs and parts and device == "cuda"
             with config.patch({"triton.cudagraphs": graphs, "graph_partition": parts}):
                 expected = pytest.raises(RuntimeError, match="graph_partition") if refused else nullcontext()
                 with expected:

@@ -18,7 +18,7 @@ CASES = Path(__file__).with_name("fused_cases.py")
 def test_a_layer_of_each_kind_reads_as_the_definition_does():
     """Also linear attention, packed rows, a token's maps, and what joins maps and sums parts."""
     of_softmax, of_linear = "(full and not split)", "eights or (linear and slim)"
-    others = "joined or (document_and_window and (full or linear))"
+    others = "joined or (document_and_window and (full or linear)) or (in_doubt and eights and some)"
     run_cases(CASES, f"(definition and ({of_softmax} or {of_linear})) or one_token or parts_of or {others}")
 
 

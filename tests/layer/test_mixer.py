@@ -11,7 +11,6 @@ from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 
 families = pytest.mark.parametrize("family", FAMILIES)
 every_family = pytest.mark.parametrize("family", EVERY)  # an operator too
-without_windows = pytest.mark.parametrize("family", [name for name in FAMILIES if "window" not in FAMILIES[name]])
 EXACT = 1e-9  # in float64, for sums taken in another order
 MASKS = {
     "left": [[0] * 5 + [1] * 8, [1] * 13],
@@ -135,13 +134,6 @@ def test_without_causality_reversal_commutes_with_the_layer(family):
     """So that later tokens matter as earlier ones do."""
     layer, x = make_layer(causal=False, use_rope=False, use_conv=False, **FAMILIES[family]), tokens()
     close(layer(x.flip(1)), layer(x).flip(1))
-
-
-@pytest.mark.parametrize("family", ["softmax", "softmax grouped", "linear"])
-def test_without_causality_and_positions_tokens_permute(family):
-    layer, x = make_layer(causal=False, use_rope=False, use_conv=False, **FAMILIES[family]), tokens()
-    order = torch.randperm(TIME)
-    close(layer(x[:, order]), layer(x)[:, order])
 
 
 @pytest.mark.parametrize("family, ablation", some_pairs(FAMILIES, [*ABLATIONS, "split"], 2))

@@ -98,11 +98,10 @@ def test_an_operator_reads_nothing_from_nothing(shape):
         assert y.shape == shape
 
 
-def test_rows_that_see_nothing_pass_no_gradient_and_a_layer_without_numbers_asks_for_none():
+def test_rows_that_see_nothing_pass_no_gradient():
     layer, x = with_operator(lambda z: z.cumsum(1)), 30 * tokens(dtype=torch.float32)
     layer(x.requires_grad_(), torch.arange(13).expand(2, -1) > 5).square().sum().backward()
     assert all(p.grad.isfinite().all() for p in [x, *layer.parameters()])
-    assert layer.to("meta")(x.to("meta")).shape == x.shape
 
 
 def test_a_small_beta_keeps_the_digits_of_the_free_energy_and_of_its_gradients():

@@ -1,5 +1,6 @@
 """States: what they hold and keep alive, who may read them, how they travel."""
 
+import copy
 import io
 
 import pytest
@@ -76,7 +77,7 @@ def test_detached_it_ends_the_graph(family):
     assert any(x.requires_grad for x in state.memory.values())
     cut = state.detach()
     assert not any(x.requires_grad for x in [*cut.memory.values(), *vars(cut.cache_position).values()])
-    torch.testing.assert_close(layer(rest, state=cut), layer(rest, state=state), rtol=0, atol=0)
+    torch.testing.assert_close(layer(rest, state=copy.deepcopy(cut)), layer(rest, state=state), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family, dtype", some_pairs(FAMILIES, [torch.float32, torch.bfloat16], 2))
@@ -200,8 +201,6 @@ def test_visible_nan_shows_from_its_token_on_and_in_no_other_batch_row(family, w
 @families
 def test_meta_layers_have_shapes_and_meet_no_real_tensors(family):
     layer, x = make_layer(torch.float32, **FAMILIES[family]), tokens(dtype=torch.float32)
-    with pytest.raises(ValueError, match="x must be on the layer's device, cpu, got x on meta"):
-        layer(x.to("meta"))
     layer = layer.to("meta")
     y = layer(x.to("meta"), attention_mask=torch.ones(2, TIME, dtype=torch.bool, device="meta"))
     assert (y.shape, y.device.type) == (x.shape, "meta")

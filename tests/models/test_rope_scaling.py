@@ -11,7 +11,7 @@ from small_models import VOCABULARY, lively, small_config, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from fem import FreeEnergyMixerConfig, replace_attention
+from fem import replace_attention
 from fem.models import FEMConfig, FEMForCausalLM
 
 SCALED = {
@@ -141,17 +141,3 @@ def test_a_layer_without_rotation_stays_without():
     layers = ["mamba", {"use_rope": False}, "softmax"]
     config = small_config(rope_parameters=SCALED["yarn"], layer_priors=layers, num_hidden_layers=3)
     assert [mixer.rope_frequencies is None for mixer in config.mixer_configs()] == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"rope_frequencies": (1.0, 0.1, 0.01)}, r"one number for each of the 2 planes of a head, got 3"),
-        ({"rope_frequencies": (1.0, 0.1), "use_rope": False}, "rope_frequencies needs use_rope=True"),
-        ({"rope_frequencies": (1.0, 0.1), "prior_type": "mamba"}, "rope_frequencies needs prior_type="),
-        ({"rope_factor": 0.0}, "rope_factor must be positive"),
-    ],
-)
-def test_angles_that_fit_no_head_are_refused(fields, words):
-    with pytest.raises(ValueError, match=words):
-        FreeEnergyMixerConfig(n_embd=8, n_head=2, **fields)

@@ -56,16 +56,6 @@ def test_a_document_boundary_forgets_and_the_future_changes_nothing():
     assert (decay_scan(decay, later) == decay_scan(decay, u))[:, :41].all()
 
 
-@pytest.mark.parametrize("size", [1, 7, 64])
-def test_chunks_continue_from_the_last_sum(size):
-    decay, u, start = inputs(129)
-    state, pieces = start, []
-    for a, x in zip(decay.split(size, 1), u.split(size, 1)):
-        pieces.append(decay_scan(a, x, state))
-        state = pieces[-1][:, -1]
-    torch.testing.assert_close(torch.cat(pieces, 1), decay_scan(decay, u, start), rtol=1e-5, atol=1e-6)
-
-
 def test_bfloat16_is_summed_in_float32():
     decay, u, start = (tensor.detach().bfloat16() for tensor in inputs(1000))
     got = decay_scan(decay, u, start)

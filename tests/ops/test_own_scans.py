@@ -25,7 +25,7 @@ for rank in (16, 64):
     calls += [(f"{k.__name__} of {rank} states, {ends}", k, flags | sizes | {"ENDS": ends}, sizes["num_warps"])
               for k in kernels for ends in ([True, False] if k is states.ssm_kernel else [False])]
 found, numbers = {}, ("T", "C", "W", "TOKENS", "x_row", "x_token", "x_channel")
-numbers += ("a_row", "v_row", "f_row", "chunks", "pieces", "length")
+numbers += ("a_row", "v_row", "f_row", "pieces", "length")
 for name, kernel, constants, warps in calls:
     pointers = set(kernel.arg_names) - {*numbers, *constants}
     types = {pointer: "*i8" if pointer == "opens" else "*fp32" for pointer in pointers}

@@ -76,6 +76,10 @@ class Call:
 
     def in_pieces(self, *sizes: int, **marks: Tensor):
         """The joined reads of pieces: of a scan each from the state before, of softmax over the keys so far."""
+        return self.with_state(*sizes, **marks)[0]
+
+    def with_state(self, *sizes: int, **marks: Tensor):
+        """The same, and a scan's state after the last piece."""
         reads, state, first = [], None, 0
         for size in sizes:
             piece = slice(first, first + size)
@@ -90,7 +94,7 @@ class Call:
                 read, state = self.at(piece).read(initial_state=state, return_state=True, **here)
             reads.append(read)
             first += size
-        return functional.Read(*(None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*reads)))
+        return functional.Read(*(None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*reads))), state
 
     def streamed(self, *sizes: int, key_mask=None, segment_ids=None):
         """The causal softmax read by the cache that a layer keeps."""
@@ -294,24 +298,13 @@ def draw_for_kernels(name, time, dtype=torch.float32, **options):
     return call.set(**{n: x.to(dtype) for n, x in call.along.items() if n in ("v", "free_values")})
 
 
-def with_states(call, sizes, marks):
-    """The joined reads of pieces, each from the state before, and that after the last."""
-    reads, state, first = [], None, 0
-    for size in sizes:
-        piece = slice(first, first + size)
-        here = {n: mark[:, piece] for n, mark in marks.items()}
-        read, state = call.at(piece).read(initial_state=state, return_state=True, **here)
-        reads.append(read)
-        first += size
-    return [*(torch.cat(parts, 1) for parts in zip(*reads)), *state.memory.values()]
-
-
 def errors(call, backends, sizes=None, **marks):
     """Of each result and gradient by the last backend, and of those by the one before it, relative to its norm."""
     results = []
     for name, dtype in backends:
         mine = replace(call.leaves(dtype), rules=call.rules | {"backend": name})
-        read = mine.read(**marks) if sizes is None else with_states(mine, sizes, marks)
+        read, state = (mine.read(**marks), None) if sizes is None else mine.with_state(*sizes, **marks)
+        read = [*read, *(state.memory.values() if state else ())]
         torch.manual_seed(1)
         cotangents = [torch.randn(x.shape) for x in read]
         results.append([*read, *gradients_of(mine, read, cotangents).values()])

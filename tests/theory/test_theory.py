@@ -425,12 +425,6 @@ def test_a_convex_read_misses_maxima_that_sit_on_different_tokens(row):
     torch.testing.assert_close(theory.free_energy(p, v, 1e9), torch.ones(2, dtype=F64))
 
 
-def test_a_convex_read_reaches_a_selector_that_lies_inside_the_hull():
-    v = torch.tensor([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 2.0], [2.0, 1.0]], dtype=F64)
-    selector = torch.stack([v[3, 0], v[4, 1]])  # the first channel from the fourth token, the second from the fifth
-    torch.testing.assert_close(torch.tensor([0.5, 0.25, 0.25, 0.0, 0.0], dtype=F64) @ v, selector)
-
-
 @holds_for(rows(least=2, zeros=False))
 def test_a_convex_read_between_two_maps_of_coordinates_is_the_free_energy(row):
     p, _ = row

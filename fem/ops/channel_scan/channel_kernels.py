@@ -1,7 +1,7 @@
 """The channel scan on a card: one Triton kernel forward and one backward, token after token, in logarithms.
 
 The equations are those of `merge_kernels`: a channel is a cell, and no value is read on the host. A program has BLOCK
-channels of a chunk of a row's tokens. Where a row has several chunks, each kernel runs twice: first every chunk says
+channels of a piece of a row's tokens. Where a row has several pieces, each kernel runs twice: first every piece says
 what it does to what comes to it, then each begins with what the others have made of that. Tensors are (B, T, C); v or f
 may have no channel. Tokens of a, v and f lie `*_row` numbers apart.
 """
@@ -36,7 +36,7 @@ from fem.ops.common.read import Terms
 
 BLOCK = 32  # channels of a program
 PROGRAMS = 4096  # of a warp each: a card has work for as many, as each waits for what it computed just before
-SHORTEST = 64  # tokens of a chunk: a program goes through the ends of the other chunks, too
+SHORTEST = 64  # tokens of a piece: a program goes through the ends of the other pieces, too
 Rows = Float[Tensor, "b t c"]
 
 
@@ -59,25 +59,25 @@ def loaded(
 
 @triton.jit
 def channel_kernel(
-    x, a, v, f, beta, first_weight, first_mean, first_free, ends, weights, means, frees, T, C, chunks, length, x_row,
+    x, a, v, f, beta, first_weight, first_mean, first_free, ends, weights, means, frees, T, C, pieces, length, x_row,
     x_token, x_channel, a_row, v_row, f_row, ENDS: tl.constexpr, HAS_A: tl.constexpr, HAS_V: tl.constexpr,
     HAS_F: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """L, mean and F after every token of a chunk. ENDS: instead what a chunk does to the cell before it, in ends,
-    (B, chunks, 5, C)."""
-    column, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) // chunks
-    row, chunk = batch.to(tl.int64), tl.program_id(1) % chunks
+    """L, mean and F after every token of a piece. ENDS: instead what a piece does to the cell before it, in ends,
+    (B, pieces, 5, C)."""
+    column, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) // pieces
+    row, piece = batch.to(tl.int64), tl.program_id(1) % pieces
     live, start, none = column < C, row * C + column, tl.zeros((BLOCK,), tl.float32)
     weight, lost, mean, free, rate = none + LOG_ZERO, none, none, none, none
-    down, rest, end = none, none, row * chunks * (5 * C) + column
+    down, rest, end = none, none, row * pieces * (5 * C) + column
     if HAS_F:
         rate = tl.load(beta + column, live, other=1.0)
     if not ENDS:
         weight, mean, free = cells_at(first_weight, first_mean, first_free, start, live, HAS_V, HAS_F)
         weight, lost, mean, free = through_pieces(
-            weight, lost, mean, free, rate, ends, end, C, chunk, live, HAS_V, HAS_F
+            weight, lost, mean, free, rate, ends, end, C, piece, live, HAS_V, HAS_F
         )
-    first = chunk * length
+    first = piece * length
     count = tl.minimum(T - first, length)
     score = x + row * x_row + column * x_channel
     token = row * T + first
@@ -99,34 +99,34 @@ def channel_kernel(
             at = (token + tl.maximum(t, 0)) * C + column
             keep_cells(weights, means, frees, at, live, weight, mean, free, HAS_V, HAS_F)
     if ENDS:
-        keep_piece(ends, end + chunk * (5 * C), C, live, down, rest, weight, mean, free, HAS_V, HAS_F)
+        keep_piece(ends, end + piece * (5 * C), C, live, down, rest, weight, mean, free, HAS_V, HAS_F)
 
 
 @triton.jit
 def channel_backward_kernel(
     x, a, v, f, beta, first_weight, first_mean, first_free, ends, weights, means, frees, d_weights, d_means, d_frees,
-    d_x, d_a, d_v, d_f, d_beta, d_first_weight, d_first_mean, d_first_free, T, C, chunks, length, x_row, x_token,
+    d_x, d_a, d_v, d_f, d_beta, d_first_weight, d_first_mean, d_first_free, T, C, pieces, length, x_row, x_token,
     x_channel, a_row, v_row, f_row, ENDS: tl.constexpr, HAS_A: tl.constexpr, HAS_V: tl.constexpr, HAS_F: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients, from the last token of a chunk to its first. d_beta has a part for each chunk. ENDS: instead what a
-    chunk makes of the gradient behind it, in ends, (B, chunks, 7, C): it is linear in w, rho and gamma,
+    """Gradients, from the last token of a piece to its first. d_beta has a part for each piece. ENDS: instead what a
+    piece makes of the gradient behind it, in ends, (B, pieces, 7, C): it is linear in w, rho and gamma,
 
         w' = w_0 + P w + A rho + B gamma        rho' = rho_0 + P rho        gamma' = gamma_0 + G gamma
     """
-    column, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) // chunks
-    row, chunk = batch.to(tl.int64), tl.program_id(1) % chunks
+    column, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) // pieces
+    row, piece = batch.to(tl.int64), tl.program_id(1) % pieces
     live, start, none = column < C, row * C + column, tl.zeros((BLOCK,), tl.float32)
     w, rho, gamma, rate_sum = none, none, none, none
     passed, passed_free, of_mean, of_free = none + 1.0, none + 1.0, none, none  # P, G, A, B
     rate = none
     if HAS_F:
         rate = tl.load(beta + column, live, other=1.0)
-    end = ends + (row * chunks + chunks - 1) * (7 * C) + column
+    end = ends + (row * pieces + pieces - 1) * (7 * C) + column
     if ENDS:
-        end -= (chunks - 1 - chunk) * (7 * C)
+        end -= (pieces - 1 - piece) * (7 * C)
     else:
-        for _ in range(chunks - 1 - chunk):
+        for _ in range(pieces - 1 - piece):
             part = tl.load(end + 3 * C, live, other=0.0)
             w = tl.load(end, live, other=0.0) + part * w
             if HAS_V:
@@ -136,7 +136,7 @@ def channel_backward_kernel(
                 w += tl.load(end + 6 * C, live, other=0.0) * gamma
                 gamma = tl.load(end + 2 * C, live, other=0.0) + tl.load(end + 4 * C, live, other=0.0) * gamma
             end -= 7 * C
-    first = chunk * length
+    first = piece * length
     count = tl.minimum(T - first, length)
     score = x + row * x_row + column * x_channel
     at = (row * T + first + count - 1) * C + column
@@ -197,8 +197,8 @@ def channel_backward_kernel(
         tl.store(end + 6 * C, of_free, live)
     else:
         if HAS_F:
-            tl.store(d_beta + (row * chunks + chunk) * C + column, rate_sum, live)
-        if chunk == 0:
+            tl.store(d_beta + (row * pieces + piece) * C + column, rate_sum, live)
+        if piece == 0:
             keep_cells(d_first_weight, d_first_mean, d_first_free, start, live, w, rho, gamma, HAS_V, HAS_F)
 
 
@@ -213,15 +213,15 @@ def channels_by_kernels(
 _INPUTS = "Tensor x, Tensor? a, Tensor v, Tensor f, Tensor beta, Tensor log_weight, Tensor mean, Tensor free_energy"
 
 
-@operator(f"channel_read({_INPUTS}) -> Tensor[]", waits=False)
+@operator(f"channel_read({_INPUTS}) -> Tensor[]", graphed=True)
 def _channel_read(*inputs):
     x, a, v, f, *others = inputs
     beta, *memory = (part.contiguous() for part in others)
     out = [beta.new_empty(*x.shape[:2], part.shape[-1]) for part in (x, v, f)]
-    grid, chunks, given, sizes, flags = _launch(x, a, v, f)
-    ends = beta.new_empty(len(x), chunks, 5, x.shape[2])
+    grid, pieces, given, sizes, flags = _launch(x, a, v, f)
+    ends = beta.new_empty(len(x), pieces, 5, x.shape[2])
     with on(x.device):
-        for of_ends in (True, False)[chunks == 1 :]:
+        for of_ends in (True, False)[pieces == 1 :]:
             channel_kernel[grid](*given, beta, *memory, ends, *out, *sizes, ENDS=of_ends, **flags)
     return out
 
@@ -231,16 +231,16 @@ def _(x, a, v, f, beta, *memory):
     return [beta.new_empty(*x.shape[:2], part.shape[-1]) for part in (x, v, f)]
 
 
-@operator(f"channel_read_backward({_INPUTS}, Tensor[] out, Tensor?[] grads) -> Tensor[]", waits=False)
+@operator(f"channel_read_backward({_INPUTS}, Tensor[] out, Tensor?[] grads) -> Tensor[]", graphed=True)
 def _channel_backward(*inputs):
     x, a, v, f, *others, out, grads = inputs
     beta, *memory = (part.contiguous() for part in others)
     grads = [torch.zeros_like(y) if d is None else d.contiguous() for d, y in zip(grads, out)]
-    grid, chunks, given, sizes, flags = _launch(x, a, v, f)
-    found = [part.new_empty(part.shape) for part in (x, x, v, f, beta.expand(len(x) * chunks, -1), *memory)]
-    ends = beta.new_empty(len(x), chunks, 7, x.shape[2])
+    grid, pieces, given, sizes, flags = _launch(x, a, v, f)
+    found = [part.new_empty(part.shape) for part in (x, x, v, f, beta.expand(len(x) * pieces, -1), *memory)]
+    ends = beta.new_empty(len(x), pieces, 7, x.shape[2])
     with on(x.device):
-        for of_ends in (True, False)[chunks == 1 :]:
+        for of_ends in (True, False)[pieces == 1 :]:
             channel_backward_kernel[grid](
                 *given, beta, *memory, ends, *out, *grads, *found, *sizes, ENDS=of_ends, **flags
             )  # fmt: skip
@@ -256,14 +256,14 @@ def _(x, a, v, f, beta, *others):
 def _launch(
     x: Tensor, a: Tensor | None, v: Tensor, f: Tensor
 ) -> tuple[tuple[int, int], int, list[Tensor], list[int], dict]:
-    """Of either kernel the grid, the chunks of a row, x, a, v and f, sizes and flags. Only x may be one number for all
+    """Of either kernel the grid, the pieces of a row, x, a, v and f, sizes and flags. Only x may be one number for all
     tokens."""
     (batch, time, width), blocks = x.shape, triton.cdiv(x.shape[2], BLOCK)
-    chunks, length = pieces_of(time, PROGRAMS // (batch * blocks), SHORTEST)
+    pieces, length = pieces_of(time, PROGRAMS // (batch * blocks), SHORTEST)
     flags = {"HAS_A": a is not None, "HAS_V": v.shape[-1] > 0, "HAS_F": f.shape[-1] > 0, "BLOCK": BLOCK, "num_warps": 1}
     (v, v_row), (f, f_row), (a, a_row) = by_tokens(v), by_tokens(f), (x, 0) if a is None else by_tokens(a)
-    sizes = [time, width, chunks, length, *x.stride(), a_row, v_row, f_row]
-    return (blocks, batch * chunks), chunks, [x, a, v, f], sizes, flags
+    sizes = [time, width, pieces, length, *x.stride(), a_row, v_row, f_row]
+    return (blocks, batch * pieces), pieces, [x, a, v, f], sizes, flags
 
 
 def _save(ctx, inputs, output):

@@ -19,17 +19,18 @@ _AUTOGRAD = [torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA
 _AUTOGRAD += [torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView]
 
 
-def operator(schema: str, waits: bool = True) -> Callable[[Callable], torch.library.CustomOpDef]:
+def operator(schema: str, graphed: bool = False) -> Callable[[Callable], torch.library.CustomOpDef]:
     """Declares a function that changes no argument as `fem::name`, of a schema like "name(Tensor x) -> Tensor".
 
-    waits: it reads a value on the host, which a CUDA graph must not do.
+    graphed: a CUDA graph of `mode="reduce-overhead"` may hold it. It reads no value on the host, and of its memory it
+    keeps its results alone.
     """
     name, bracket, rest = schema.partition("(")
-    tags = (torch.Tag.cudagraph_unsafe,) if waits else ()
+    tags = () if graphed else (torch.Tag.cudagraph_unsafe,)
 
     def declare(function: Callable) -> torch.library.CustomOpDef:
         declared = torch.library.custom_op(f"fem::{name}", function, mutates_args=(), schema=bracket + rest, tags=tags)
-        if waits:
+        if not graphed:
             register = declared.register_fake
             declared.register_fake = lambda shapes: register(_refused_in_parts(name, shapes))
         return declared
@@ -49,7 +50,7 @@ def _refused_in_parts(name: str, shapes: Callable) -> Callable:
             config = torch._inductor.config
             if config.triton.cudagraphs and config.graph_partition:
                 raise RuntimeError(
-                    f"fem::{name} waits for a value, and of graphs that are cut around it inductor loses data; instead "
+                    f"fem::{name} is in no CUDA graph, and inductor loses data where it cuts around it; instead "
                     'of mode="reduce-overhead" pass options={"triton.cudagraphs": True, "graph_partition": False}.'
                 )
         return shapes(*inputs)
@@ -69,6 +70,15 @@ def recorded() -> Iterator[None]:
     finally:
         for key, excluded in zip(_AUTOGRAD, before):
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
+def refuse_second_derivatives() -> None:
+    """RuntimeError in the backward of a fused layer under create_graph=True."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a fused layer is differentiable once, got create_graph=True; a layer whose configuration has "
+            'backend="plain" is differentiable any number of times.'
+        )
 
 
 def again_differentiable(

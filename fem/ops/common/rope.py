@@ -61,7 +61,7 @@ def _cos_and_sin(position: Tensor, frequency: Tensor, factor: float, dtype: torc
 
 
 @operator(
-    "rotary_table(Tensor position, Tensor frequency, float factor, ScalarType dtype) -> (Tensor, Tensor)", waits=False
+    "rotary_table(Tensor position, Tensor frequency, float factor, ScalarType dtype) -> (Tensor, Tensor)", graphed=True
 )
 def _table(position, frequency, factor, dtype):
     """`_cos_and_sin`, which inductor would fuse into the kernels of q and of k: float64 for every head and layer. As an

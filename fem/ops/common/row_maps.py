@@ -74,7 +74,7 @@ def _outputs(inputs, weights, ups, biases) -> list[Tensor]:
 
 
 _operator = operator(
-    "row_maps(Tensor[] inputs, Tensor[] weights, Tensor?[] ups, Tensor?[] biases) -> Tensor[]", waits=False
+    "row_maps(Tensor[] inputs, Tensor[] weights, Tensor?[] ups, Tensor?[] biases) -> Tensor[]", graphed=True
 )(_maps)
 _operator.register_fake(_outputs)
 

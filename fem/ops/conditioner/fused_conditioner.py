@@ -241,7 +241,7 @@ _INPUTS = (
 _operator = operator(
     f"conditioner({_INPUTS}, Tensor? hidden, Tensor? keep, Tensor? start, float in_eps, float eps, ScalarType dtype, "
     "float length, bool bends) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    waits=False,
+    graphed=True,
 )(_forward)
 
 
@@ -255,7 +255,7 @@ _operator_backward = operator(
     "conditioner_backward(Tensor grad, Tensor? d_last, Tensor x, Tensor? in_weight, Tensor map_weight, Tensor weight, "
     "Tensor bias, Tensor? keep, Tensor? start, Tensor normed, Tensor projected, Tensor starts, float in_eps, "
     "float eps, float length, bool bends) -> (Tensor, Tensor, Tensor, Tensor)",
-    waits=False,
+    graphed=True,
 )(_backward)
 
 

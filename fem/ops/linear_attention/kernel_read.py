@@ -5,7 +5,7 @@
 
 Beside that kernel there are five launches forward, one of them for the memory after the last token, and three backward,
 one of them for the sums of beta's gradient; a state in and out has two more. The host waits once, forward, to see
-whether anything is in doubt.
+whether anything is in doubt; `mixed_read`, which has no memory, reads that on the card.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ def kernel_read(
     """
     beta, *memory = (part.contiguous() for part in (x.beta, *memory))
     f = None if x.f is x.v else x.f
-    *found, flag = _KernelRead.apply(again, stated, x.q, x.k, x.g, x.opens, x.v, f, beta, *memory)
-    return None if bool(flag) else (Terms(*found[:3]), Terms(*found[3:]))
+    *found, raised = _KernelRead.apply(again, stated, x.q, x.k, x.g, x.opens, x.v, f, beta, *memory)
+    return None if raised.cpu().any() else (Terms(*found[:3]), Terms(*found[3:]))
 
 
 class _KernelRead(torch.autograd.Function):
-    """The read, the memory after it and the flag of doubt."""
+    """The read, the memory after it and each head's flag of doubt."""
 
     @staticmethod
     def forward(ctx, again, stated, q, k, g, opens, v, f, beta, *memory):
         sizes = Sizes.of(v.shape[3], beta.shape[1], q.shape[3])
         with on(v.device):
-            inputs, scheme, heaviest, flag = packed(sizes, stated, q, k, g, v, v if f is None else f, beta, memory)
+            inputs, scheme, heaviest, raised = packed(sizes, stated, q, k, g, v, v if f is None else f, beta, memory)
             sums, last = with_graph(inputs, opens, any(ctx.needs_input_grad))
-            read = unpacked(sizes, sums, inputs[0], scheme, beta, flag, v.dtype, cells=False)
-            after = unpacked(sizes, last, heaviest, scheme, beta, flag, last.dtype, cells=True)
+            read = unpacked(sizes, sums, inputs[0], scheme, beta, raised, v.dtype)
+            after = unpacked(sizes, last, heaviest, scheme, beta, raised, last.dtype, cells=True)
         ctx.again, ctx.sizes, ctx.stated = again, sizes, stated
         ctx.save_for_backward(q, k, g, opens, v, f, beta, *memory, scheme, heaviest, *inputs)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(flag)
-        return *read, *after, flag
+        ctx.mark_non_differentiable(raised)
+        return *read, *after, raised
 
     @staticmethod
     def backward(ctx, *grads):
@@ -142,7 +142,7 @@ def packed(
     sizes: Sizes, stated: bool, q, k, g, v, f, beta, memory, theta: Tensor | None = None, start: float | None = None
 ) -> tuple[list[Tensor | None], Tensor, Tensor, Tensor]:
     """What the kernel of linear attention gets: q, k, items, g and the state; the scheme; the most that each key
-    channel weighs, 0 where it holds nothing; and the flag of doubt.
+    channel weighs, 0 where it holds nothing; and the flags of doubt (B, H).
 
     start: None, or beta is written, softplus(theta + start), and g is what the decay is the logsigmoid of, 16 times.
     """
@@ -152,16 +152,16 @@ def packed(
     made = lambda *shape: torch.empty(shape, dtype=torch.float32, device=v.device)  # noqa: E731
     parts = triton.cdiv(time, PART)
     extremes = made(batch, heads, parts, 2 * sizes.free + sizes.key)
-    flag = torch.empty((), dtype=torch.int32, device=v.device)
+    raised = torch.empty(batch, heads, dtype=torch.int32, device=v.device)
     sizes.launch(
         K.scan_extremes_kernel, (heads, parts, batch), f, k, theta, None if start is None else beta, extremes,
-        flag, time, PART, start, *f.stride()[:3],
+        raised, time, PART, start, *f.stride()[:3],
     )  # fmt: skip
     scheme, heaviest = made(batch, heads, 3 * sizes.free + 1), made(batch, heads, sizes.key)
     state = made(batch, heads, sizes.key, sizes.width) if stated else None
     sizes.launch(
-        K.scan_scheme_kernel, (heads, batch, 1), extremes, beta, *memory, scheme, heaviest, state, flag, parts,
-        STATED=stated, PRECISE=dtype == torch.float32, CELLS=CELLS,
+        K.scan_scheme_kernel, (heads, batch, 1), extremes, beta, *memory, scheme, heaviest, state, raised, parts,
+        STATED=stated, PRECISE=start is None and dtype == torch.float32, CELLS=CELLS,
     )  # fmt: skip
     items = torch.empty(batch, time, heads, sizes.width, dtype=dtype, device=v.device)
     q_out, k_out = (x if x.dtype == dtype else torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k))
@@ -173,7 +173,7 @@ def packed(
         items, time, heads, heads if g is None else g.stride(1), *v.stride()[:3], *f.stride()[:3],
         CAST_Q=q_out is not q, CAST_K=k_out is not k, SPREAD=spread, LOGITS=logits,
     )  # fmt: skip
-    return [q_out, k_out, items, g_out, state], scheme, heaviest, flag
+    return [q_out, k_out, items, g_out, state], scheme, heaviest, raised
 
 
 def _multiplied(v: Tensor, g: Tensor | None) -> torch.dtype:
@@ -192,14 +192,17 @@ def _spread(g: Tensor | None) -> bool:
     return g is not None and g.shape[3] == 1 and miscompiled(g.device)
 
 
-def unpacked(sizes: Sizes, sums: Tensor, weigh: Tensor, scheme, beta, flag, dtype: torch.dtype, cells: bool) -> Terms:
-    """The read (B, T, H, ..) for which rows of sums stand, or the memory (B, H, d_k, ..) for which its cells do."""
+def unpacked(
+    sizes: Sizes, sums: Tensor, weigh: Tensor, scheme, beta, raised, dtype: torch.dtype, doubtful=None, cells=False
+) -> Terms:
+    """The read (B, T, H, ..) for which rows of sums stand, or the memory (B, H, d_k, ..) for which its cells do; marks
+    in `doubtful` (B, H, T) what they do not prove."""
     batch, heads, rows = scheme.shape[0], scheme.shape[1], sums.shape[2 if cells else 1]
     made = lambda width, dtype: torch.empty(*sums.shape[:3], width, dtype=dtype, device=sums.device)  # noqa: E731
     terms = Terms(made(1, torch.float32), made(sizes.mean, dtype), made(sizes.free, dtype))
     sizes.launch(
         K.scan_unpack_kernel, (heads * sizes.tiles(rows), batch, 1), sums.contiguous(), weigh, scheme, beta, *terms,
-        flag, rows, heads, CELLS=cells,
+        raised, doubtful, rows, heads, CELLS=cells,
     )  # fmt: skip
     return terms
 

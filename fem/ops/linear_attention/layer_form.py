@@ -1,4 +1,4 @@
-"""What a layer of linear attention or GLA is between its input and its output map, and its read by torch operations.
+"""What a layer of linear attention or GLA is between its input and its output map.
 
 [q | k | v | inner | outer | decay] = W x + b        g = logsigmoid(decay) / 16
 o = outer gate of (1 - lambda) mean + lambda F of the read by phi(q), phi(k), v and g            (Eq. 4, 7, 10, 11)
@@ -9,17 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-
-from fem.ops.common.precision import normed_softplus, upcast
-from fem.ops.common.rope import turned
-from fem.ops.common.scan import ScanCall
-from fem.ops.common.tokens import Tokens
-from fem.ops.linear_attention.linear_attention_read import linear_attention_read
-from fem.ops.linear_attention.linear_log_space import log_decay
 
 
 class Form(NamedTuple):
@@ -86,30 +78,3 @@ def logits_of(gates: Sequence[Tensor | None], ups: Sequence[Tensor | None]) -> l
     """U z + b of slim gates."""
     pairs = zip(gates, ups[::2], ups[1::2])
     return [None if z is None else F.linear(z.flatten(0, 1), up, bias) for z, up, bias in pairs]
-
-
-def plain_mixed_read(*inputs) -> Float[Tensor, "b t h d"]:
-    """`mixed_read` of joined maps, exact whatever the values are, and differentiable any number of times."""
-    x, weight, bias, scale, *ups, theta, cos, sin, opens, form, eps, start = inputs
-    form, joint = Form(*form), F.linear(x, weight, bias)
-    values, *gates, decay = form.parts(joint[..., form.keys :])
-    if form.context:
-        values = torch.addcmul(values, values, form.eta(x, scale))
-    q, k = (upcast(form.by_heads(y)) for y in joint[..., : form.keys].chunk(2, -1))
-    if cos is not None:
-        cos, sin = (table[..., : x.shape[1], None, :] for table in (cos, sin))
-        q, k = turned(q, cos, sin), turned(k, cos, sin)
-    beta = None
-    if form.free:
-        beta = joint.new_ones(form.heads, form.free) if theta is None else F.softplus(upcast(theta) + start)
-    v, f = (values, None) if form.shared or not form.free else form.pair(values)
-    g = None if decay is None else log_decay(decay)
-    call = ScanCall(tokens=Tokens(None, opens, None, None), backend="plain")
-    read = linear_attention_read(F.relu(q) + eps, F.relu(k) + eps, v, beta, g, f, call=call)
-    mean, free = map(upcast, read) if form.free else (upcast(read.mean), values[..., :0])
-    logits = logits_of(gates, ups) if form.rank else gates
-    inner, outer = (None if y is None else upcast(y).view_as(values) for y in logits)
-    u = torch.cat([mean, free], -1) if inner is None else torch.lerp(mean, free, inner.sigmoid())
-    if outer is not None:
-        u = normed_softplus(outer, eps) * u
-    return u.to(x.dtype)

@@ -4,8 +4,8 @@
     o = outer gate of (1 - lambda) mean + lambda F of the read by phi(q), phi(k), v and g            (Eq. 4, 7, 10, 11)
 
 The kernels read and write columns of the product, so that one product makes dW and one dx. The read is that of
-`kernel_read`, without a memory. The host waits once, forward, to see whether anything of it is in doubt: then torch
-operations read all of it, and make its gradients.
+`kernel_read`, without a memory; what its sums do not prove is read again on the card, where flags say so. The host
+waits where there are documents, for their borders alone.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from torch import Tensor
 
 from fem.ops.common.backend import on
 from fem.ops.common.joined import Biases, Weights, joined
-from fem.ops.common.operator import again_differentiable, operator, recorded
+from fem.ops.common.operator import operator, refuse_second_derivatives
 from fem.ops.common.part_kernels import summed
-from fem.ops.common.precision import fallbacks
 from fem.ops.common.token_kernels import launch_gate
 from fem.ops.linear_attention import kernel_read as scan
+from fem.ops.linear_attention.doubtful_tokens import (
+    Scan,
+    read_doubtful,
+    through_doubtful,
+    through_doubtful_decays,
+)
 from fem.ops.linear_attention.feature_kernels import launch_features
-from fem.ops.linear_attention.layer_form import Form, Options, logits_of, plain_mixed_read
+from fem.ops.linear_attention.layer_form import Form, Options, logits_of
 
 EVEN = 8  # numbers of 16 bits: rows of another width are multiplied slowly
 
@@ -81,18 +86,17 @@ class _MixedRead(torch.autograd.Function):
 
 
 def _gradients(backward: Callable[..., list[Tensor]], ctx, grad: Tensor) -> list[Tensor | None]:
-    """Those of all tensors, by one of the two backwards, or differentiable where they are to be differentiated."""
+    """Those of all tensors, by one of the two backwards."""
+    refuse_second_derivatives()
     saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
     tensors, kept = saved[:_TENSORS], saved[_TENSORS:]
-    if torch.is_grad_enabled():
-        return again_differentiable(lambda *given: [plain_mixed_read(*given, *ctx.options)], tensors, [grad])
     found = iter(backward(grad, tensors, kept, *ctx.options))
     return [None if x is None else next(found) for x in tensors[:_LEARNT]] + [None] * (_TENSORS - _LEARNT)
 
 
 def _mixed_forward(*inputs, differentiated: bool = True) -> list[Tensor]:
-    """o, and what the backward needs: whether o is in doubt, on the host; the columns behind q and k, with a
-    conditioner the values; q, k, items and decay of the scan, scheme and beta, mean and F; empty is what is missing."""
+    """o, and what the backward needs: the columns behind q and k, with a conditioner the values; q, k, items and decay
+    of the scan, scheme and beta, which tokens are in doubt, mean and F; empty is what is missing."""
     x, weight, bias, scale, *ups, theta, cos, sin, opens, form, eps, start = inputs
     form = Form(*form)
     with on(x.device):
@@ -104,18 +108,15 @@ def _mixed_forward(*inputs, differentiated: bool = True) -> list[Tensor]:
         v, f = form.pair(values)
         sizes = scan.Sizes.of(form.mean, form.free, form.key)
         beta = torch.empty(form.heads, form.free, dtype=torch.float32, device=x.device)
-        items, scheme, _, flag = scan.packed(sizes, False, *phi, decay, v, f, beta, [None] * 3, theta, start)
+        items, scheme, _, raised = scan.packed(sizes, False, *phi, decay, v, f, beta, [None] * 3, theta, start)
         sums, _ = scan.with_graph(items, opens, differentiated, last=False)
-        _, *read = scan.unpacked(sizes, sums, items[0], scheme, beta, flag, x.dtype, cells=False)
+        doubtful = torch.empty(*raised.shape, x.shape[1], dtype=torch.bool, device=x.device)
+        _, *read = scan.unpacked(sizes, sums, items[0], scheme, beta, raised, x.dtype, doubtful)
+        read_doubtful(sizes, Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful), *read)
         logits = logits_of(gates, ups) if form.rank else gates
         o = launch_gate(*read, *logits, _split(form), eps, rows_apart=(_row(form, rest), None))
-    doubt = flag.cpu()
-    if doubt:
-        o = plain_mixed_read(*inputs)
-    else:
-        fallbacks.count(o[..., 0].numel() * form.free, 0)
-    kept = [rest, values if form.context else None, *items[:-1], scheme, beta, *read]
-    return [o, doubt, *(x.new_empty(0) if y is None else y for y in kept)]
+    kept = [rest, values if form.context else None, *items[:-1], scheme, beta, raised, doubtful, *read]
+    return [o, *(x.new_empty(0) if y is None else y for y in kept)]
 
 
 def _mixed_backward(
@@ -123,9 +124,7 @@ def _mixed_backward(
 ) -> list[Tensor]:
     """Gradients of the tensors that are learnt, of those that there are."""
     (x, weight, bias, scale, *ups, theta, cos, sin, opens), form = tensors, Form(*form)
-    (doubt, rest, values, *items), (scheme, beta, mean, free) = kept[:7], kept[7:]
-    if doubt:
-        return _plain_backward(grad, tensors, form, eps, start)
+    (rest, values, *items), (scheme, beta, raised, doubtful, mean, free) = kept[:6], kept[6:]
     raw, *gates, decay = form.parts(rest)
     values = values if form.context else raw
     items = [*items[:3], items[3] if form.decays else None, None]
@@ -149,17 +148,23 @@ def _mixed_backward(
         d_sums = scan.through_unpack(sizes, sums, items[0], scheme, beta, d_read, tilts[0], False, slope)
         leaves = [y for y in items if y is not None]
         d_phi_q, d_phi_k, d_items, *d_g = torch.autograd.grad(sums, leaves, d_sums, retain_graph=True)
-        d_v, d_f = form.pair(d_values)
+        (v, f), (d_v, d_f) = form.pair(values), form.pair(d_values)
+        d_f = None if form.shared else d_f
         scan.launch_pack_backward(
-            sizes, d_items, d_g[0] if d_g else None, decay, form.pair(values)[1], beta, scheme, d_decay, d_v,
-            None if form.shared else d_f, tilts[1], logits=form.decays, slope=slope,
+            sizes, d_items, d_g[0] if d_g else None, decay, f, beta, scheme, d_decay, d_v, d_f, tilts[1],
+            logits=form.decays, slope=slope,
         )  # fmt: skip
+        del sums, d_sums, d_items
+        doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful)
+        through = through_doubtful(sizes, doubt, (d_mean, d_free), d_phi_q, d_phi_k, d_v, d_f, tilts[0])
+        if form.decays:
+            through_doubtful_decays(doubt, through, decay, d_decay)
         d_q, d_k = map(form.by_heads, d_keys.chunk(2, -1))
         launch_features(d_phi_q, d_phi_k, *items[:2], d_q, d_k, cos, sin, eps, backward=True)
         d_theta = [summed(tilts.flatten(0, 1), theta.dtype)] if slope else []
     if form.context:
         torch.addcmul(d_values, d_values, form.eta(x, scale), out=to_values)
-    del sums, d_sums, d_items, d_phi_q, d_phi_k, d_read, d_mean, d_free, found  # before dx is allocated
+    del doubt, through, d_phi_q, d_phi_k, d_read, d_mean, d_free, found  # before dx is allocated
     flat, features = d_joint.flatten(0, 1), x.flatten(0, 1)
     d_x, d_scale = flat @ weight, []
     if form.context:
@@ -168,15 +173,6 @@ def _mixed_backward(
         d_scale = [d_eta.T @ features[:, h]]
     d_bias = [] if bias is None else [flat.sum(0)]
     return [d_x.view(x.shape), flat.T @ features, *d_bias, *d_scale, *d_ups, *d_theta]
-
-
-def _plain_backward(grad: Tensor, tensors: Sequence[Tensor | None], *options) -> list[Tensor]:
-    """`_mixed_backward` by the gradients of torch operations."""
-    with recorded():
-        leaves = [None if y is None else y.detach().requires_grad_() for y in tensors[:_LEARNT]]
-        o = plain_mixed_read(*leaves, *tensors[_LEARNT:], *options)
-        found = torch.autograd.grad(o, [y for y in leaves if y is not None], grad)
-    return [d.contiguous() for d in found]
 
 
 def _features(form: Form, x, weight, bias, cos, sin, eps: float) -> list[Float[Tensor, "b t h d"]]:
@@ -209,6 +205,7 @@ def _through_second_maps(gates, ups, d_logits, d_gates) -> list[Tensor]:
 
 
 # --- for torch.compile: the same as two operators, which it does not look into ---------------------------------------
+# The first keeps the graph of another library's kernel, whose tensors are not among its results.
 
 _OPTIONS = "int[] form, float eps, float beta_start"
 _operator = operator(
@@ -217,7 +214,7 @@ _operator = operator(
     f"Tensor? opens, {_OPTIONS}) -> Tensor[]"
 )(_mixed_forward)
 _operator_backward = operator(
-    f"linear_mixed_read_backward(Tensor grad, Tensor?[] tensors, Tensor[] kept, {_OPTIONS}) -> Tensor[]", waits=False
+    f"linear_mixed_read_backward(Tensor grad, Tensor?[] tensors, Tensor[] kept, {_OPTIONS}) -> Tensor[]", graphed=True
 )(_mixed_backward)
 
 
@@ -228,11 +225,12 @@ def _(x, weight, *inputs):
     heads = lambda width: x.new_empty(*x.shape[:2], form.heads, width)  # noqa: E731
     made = lambda *shape: x.new_empty(shape, dtype=torch.float32)  # noqa: E731
     items = [heads(form.key), heads(form.key), heads(scan.Sizes.of(form.mean, form.free, form.key).width)]
-    doubt, rest = x.new_empty((), dtype=torch.int32, device="cpu"), x.new_empty(*x.shape[:2], len(weight) - form.keys)
+    rest, marks = x.new_empty(*x.shape[:2], len(weight) - form.keys), x.new_empty(x.shape[0], form.heads, x.shape[1])
     values, decay = heads(form.width) if form.context else empty(), made(*x.shape[:2], form.heads)
     scheme, beta = made(x.shape[0], form.heads, 3 * form.free + 1), made(form.heads, form.free)
-    kept = [rest, values, *items, decay if form.decays else empty(), scheme, beta, heads(form.mean), heads(form.free)]
-    return [heads(form.width), doubt, *kept]
+    flags = [marks.new_empty(marks.shape[:2], dtype=torch.int32), marks.bool()]
+    kept = [rest, values, *items, decay if form.decays else empty(), scheme, beta, *flags]
+    return [heads(form.width), *kept, heads(form.mean), heads(form.free)]
 
 
 @_operator_backward.register_fake

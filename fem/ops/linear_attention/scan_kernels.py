@@ -5,13 +5,14 @@
 
 In a narrow channel, in which beta f spans less than 2 nats, c is the middle of the values, e is exp(.) - 1 and F is
 c + log(1 + R) / beta: R is so small that it loses nothing when it is rounded. s is 1 but for weights beyond e^+-30.
-Sums that prove nothing raise a flag, at which the host looks: `fem.ops.common.sums` has the rule.
+Sums that prove nothing raise the flag of their head: `fem.ops.common.sums` has the rule.
 
 A tile is a block of tokens of one head, or of key channels of one head's memory. The scheme of a head,
-(B, H, 3 FREE + 1), holds for each channel c, whether it is narrow and m, the middle of the values; then p. beta's
-gradient is a difference of sums of (f - m) e and (F - m), which lose fewer digits than those of (f - c) e. Of WIDTH
-columns the first MEAN are v, the next FREE are e, two are 1, the others 0. The gradient of sums_1 is a difference: it
-has two columns, of which the second one holds what 16 bits round away. SHARED: each channel reads both, so f is v.
+(B, H, 3 FREE + 1), holds for each channel c, whether it is narrow and m, the middle of the values, but at most 1 / beta
+below the greatest; then p. beta's gradient is a difference of sums of (f - m) e and (F - m): most F are near such an m,
+so little is lost where 16 bits round. Of WIDTH columns the first MEAN are v, the next FREE are e, two are 1, the others
+0. The gradient of sums_1 is a difference: it has two columns, of which the second one holds what 16 bits round away.
+SHARED: each channel reads both, so f is v.
 """
 
 import triton
@@ -54,10 +55,10 @@ def load_scheme(scheme, beta, cell, head, FREE: tl.constexpr, channel, there):
 
 @triton.jit
 def scan_extremes_kernel(
-    f, k, theta, beta, extremes, flag, time, part, start, f_batch, f_row, f_head, FREE: tl.constexpr, KEY: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    f, k, theta, beta, extremes, raised, time, part, start, f_batch, f_row, f_head, FREE: tl.constexpr,
+    KEY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The least and greatest f and the greatest k among `part` tokens, (B, H, parts, 2 FREE + KEY). Lowers the flag.
+    """The least and greatest f and the greatest k among `part` tokens, (B, H, parts, 2 FREE + KEY). Lowers the flags.
     Where there is a beta to be written, it is softplus(theta + start), 1 without theta."""
     head, step, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     channel, wide = tl.arange(0, COLUMNS), tl.arange(0, WIDE)
@@ -78,8 +79,8 @@ def scan_extremes_kernel(
     tl.store(found + channel, tl.min(low, 0), channel < FREE)
     tl.store(found + FREE + channel, tl.max(high, 0), channel < FREE)
     tl.store(found + 2 * FREE + wide, tl.max(most, 0), wide < KEY)
-    if head + step + batch == 0:
-        tl.store(flag, 0)
+    if step == 0:
+        tl.store(raised + batch * tl.num_programs(0) + head, 0)
     if beta is not None and step + batch == 0:
         rate = tl.full((COLUMNS,), 1.0, tl.float32)
         if theta is not None:
@@ -103,7 +104,7 @@ def load_cells(
 
 @triton.jit
 def scan_scheme_kernel(
-    extremes, beta, log_weight, mean, free, scheme, heaviest, state, flag, parts, MEAN: tl.constexpr,
+    extremes, beta, log_weight, mean, free, scheme, heaviest, state, raised, parts, MEAN: tl.constexpr,
     FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, STATED: tl.constexpr, PRECISE: tl.constexpr,
     COLUMNS: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +141,7 @@ def scan_scheme_kernel(
             high = tl.maximum(high, tl.max(tl.where(held, lead, -INFINITE), 0))
             whole = tl.maximum(whole, tl.max(tl.where(held, kept, -INFINITE), 0))
             low = tl.minimum(low, tl.min(tl.where(held, kept, INFINITE), 0))
-    narrow, middle = (whole - low) * rate < 2.0, 0.5 * low + 0.5 * whole
+    narrow, middle = (whole - low) * rate < 2.0, tl.maximum(0.5 * low + 0.5 * whole, whole - 1.0 / rate)
     shift = tl.where(narrow, middle, lifted(high, rate))
     to = scheme + cell * (3 * FREE + 1)
     tl.store(to + channel, shift, there)
@@ -151,7 +152,7 @@ def scan_scheme_kernel(
         least = tl.min(tl.where(there, rate, INFINITE))
         span = tl.max(tl.where(there, whole, -INFINITE)) - tl.min(tl.where(there, low, INFINITE))
         if (least < LEAST_BETA) | (span * least < LEAST_SPAN):
-            tl.store(flag, 1)
+            tl.store(raised + cell, 1)
     if STATED:
         for first in range(0, KEY, CELLS):
             row, exists, weight, kept, held = load_cells(log_weight, mean, free, cell, first, KEY, FREE, CELLS, channel)
@@ -338,22 +339,27 @@ def load_sums(
 
 @triton.jit
 def scan_unpack_kernel(
-    sums, weigh, scheme, beta, log_weight, mean, free, flag, rows, heads, MEAN: tl.constexpr, FREE: tl.constexpr,
-    KEY: tl.constexpr, WIDTH: tl.constexpr, CELLS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BROAD: tl.constexpr, WIDE: tl.constexpr,
+    sums, weigh, scheme, beta, log_weight, mean, free, raised, doubtful, rows, heads, MEAN: tl.constexpr,
+    FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, CELLS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The log-weight, mean and free energy of rows (B, rows, H, WIDTH), or of a memory's CELLS (B, H, rows, WIDTH).
 
     weigh: of rows the queries, whose sum says how much a row of weight 1 would weigh; of cells what they hold at most.
+    doubtful: None, or (B, H, rows), which marks those that prove nothing.
     """
-    entry, in_mean, in_free, inside, doubtful, known, weight, v, f, _ratio, _slope, _middle, _rate, scale = load_sums(
+    entry, in_mean, in_free, inside, unproven, known, weight, v, f, _ratio, _slope, _middle, _rate, scale = load_sums(
         sums, weigh, scheme, beta, rows, heads, MEAN, FREE, KEY, WIDTH, CELLS, ROWS, COLUMNS, BROAD, WIDE
     )
     tl.store(log_weight + entry, tl.where(known, logarithm(weight) + scale, LOG_ZERO), inside)
     tl.store(mean + entry * MEAN + tl.arange(0, BROAD)[None], v, in_mean)
     tl.store(free + entry * FREE + tl.arange(0, COLUMNS)[None], f, in_free)
-    if tl.max(doubtful.to(tl.int32)) > 0:
-        tl.store(flag, 1)
+    head, tile, batch = place(heads)
+    cell, row = batch * heads + head, tile * ROWS + tl.arange(0, ROWS)
+    if doubtful is not None:
+        tl.store(doubtful + cell * rows + row[:, None], unproven, inside)
+    if tl.max(unproven.to(tl.int32)) > 0:
+        tl.store(raised + cell, 1)
 
 
 @triton.jit

@@ -173,7 +173,7 @@ def _read(q, k, v, f, beta, mask, scale: float) -> tuple[Tensor, Tensor]:
 
 _operator = operator(
     "one_query(Tensor q, Tensor k, Tensor v, Tensor? f, Tensor beta, Tensor? mask, float scale) -> (Tensor, Tensor)",
-    waits=False,
+    graphed=True,
 )(_read)
 
 

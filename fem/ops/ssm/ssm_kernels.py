@@ -342,7 +342,7 @@ def _given(inputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], dict[s
     return [*SsmInputs(*others[:-3])._replace(v=v, f=f), *others[-3:]], {"v_row": v_row, "f_row": f_row}
 
 
-@operator(f"ssm_read({_INPUTS}, int chunk) -> Tensor[]", waits=False)
+@operator(f"ssm_read({_INPUTS}, int chunk) -> Tensor[]", graphed=True)
 def _ssm_read(*arguments):
     """chunk: of how many tokens; 0: no cells are kept. A graph has it, which may be stored and outlive this version."""
     *inputs, chunk = arguments
@@ -365,7 +365,7 @@ def _(*arguments):
     return _results(arguments[:-1], arguments[-1])
 
 
-@operator(f"ssm_read_backward({_INPUTS}, int chunk, Tensor[] out, Tensor?[] grads) -> Tensor[]", waits=False)
+@operator(f"ssm_read_backward({_INPUTS}, int chunk, Tensor[] out, Tensor?[] grads) -> Tensor[]", graphed=True)
 def _ssm_backward(*arguments):
     """Gradients of all inputs but the marks of documents."""
     *inputs, chunk, out, grads = arguments

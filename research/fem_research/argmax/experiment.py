@@ -209,7 +209,7 @@ def draw_curves(path: Path, curves: Curves, recipe: ArgmaxRecipe) -> None:
     """Error and hits over steps, or Figure 3 of the paper's form: the MSE and the index accuracy."""
     ours = [("validation error (1: a constant)", "step", "step", "error"), ("hits", "step", "step", "hits")]
     figure3 = [("validation MSE", "step", "step", "mse"), ("index accuracy", "step", "step", "index_accuracy")]
-    title = "Every channel's maximum in one read: T = {tokens}, D = {channels}, {heads} heads".format(**asdict(recipe))
+    title = "Every channel's maximum in one read: T = {tokens}, D = {channels}, heads: {heads}".format(**asdict(recipe))
     pictures.curves(path, title, curves, figure3 if recipe.form == "paper" else ours)
 
 
@@ -255,7 +255,7 @@ def run(recipe: ArgmaxRecipe, output: Path) -> dict:
             "error over the variance of the winners, 1 for the best constant. Index accuracy, the paper's: the share "
             "whose nearest value is the winner; too large an answer counts as right, so 100 everywhere has 100 %. "
             "Scored on examples that neither trained a reader nor decided when it stopped, mean over seeds. Both "
-            f"readers have {recipe.heads} heads, and {COMMON[recipe.same]}.",
+            f"readers have the same heads ({recipe.heads}), and {COMMON[recipe.same]}.",
             markdown_table(table, {"hits": max, "error": min}),
             "![how both readers do over the steps of their training](argmax.png)",
             ended(curves, recipe),

@@ -227,7 +227,7 @@ error: mean squared error over the variance of the winners.
 
 ## Language models of equal size
 
-{recipe.layers} blocks of width {recipe.width}, {recipe.steps} steps of {recipe.batch_size} x {recipe.context} tokens
+Blocks: {recipe.layers}, of width {recipe.width}; {recipe.steps} steps of {recipe.batch_size} x {recipe.context} tokens
 from {source}; losses on its held-out end, in nats per token.
 Same data in the same order, same seeds, parameters within 1 %.
 

@@ -229,7 +229,7 @@ def page(folder: Path, ablation: Ablation, recipe: AblateRecipe) -> None:
         folder,
         f"The parts of FEM in a language model: {recipe.prior} prior, {parameters / 1e6:.2f}M parameters, "
         f"{tokens / 1e6:.1f}M tokens{', equal time' if recipe.equal_time else ''}",
-        f"{recipe.layers} blocks of width {recipe.width} with {recipe.heads} heads; {recipe.steps} steps of "
+        f"Blocks: {recipe.layers}, of width {recipe.width}; heads: {recipe.heads}; {recipe.steps} steps of "
         f"{recipe.batch} x {recipe.context} tokens of {source_name(recipe.text)}, "
         f"byte-pair vocabulary of {recipe.vocabulary}. {KEY} All rows have "
         f"{'the same parameters within 1 %' if recipe.mlp == 'narrowed' else 'the same SwiGLU'}, the same "

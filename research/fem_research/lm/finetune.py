@@ -131,7 +131,7 @@ def run(recipe: FinetuneRecipe, output: Path) -> dict:
         write_page(
             under_way.folder,
             f"FEM in a {ARCHITECTURES[recipe.architecture]} that was trained without it",
-            f"{recipe.layers} blocks of width {recipe.width}, {recipe.steps} steps of {recipe.batch} x "
+            f"Blocks: {recipe.layers}, of width {recipe.width}; {recipe.steps} steps of {recipe.batch} x "
             f"{recipe.context} tokens of {source_name(recipe.text)}; then "
             f"{recipe.further_steps} further steps of the model as it is and "
             "of copies after `replace_attention(preserve=True)`, on the same rows in the same order. L: free energy, "

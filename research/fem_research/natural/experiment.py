@@ -118,7 +118,7 @@ def write_report(folder: Path, scores, floors, label, files, overview, recipe: N
         folder,
         "Pooling sets and series with natural labels",
         "A linear map and a SwiGLU encode every element, a pool makes one vector of them, a SwiGLU and a linear map "
-        f"answer; width {recipe.width}, {recipe.heads} heads, equal parameters (a pool with more gets narrower "
+        f"answer; width {recipe.width}, heads: {recipe.heads}, equal parameters (a pool with more gets narrower "
         "SwiGLUs). "
         f"{recipe.steps} steps of {recipe.batch} bags, AdamW without weight decay. Cross-validation in {recipe.folds} "
         f"parts, {recipe.seeds} times with other parts and weights. For every part the learning rate of "

@@ -40,7 +40,7 @@ CARDS = {  # SXM modules; network: one port a GPU, 400 Gb/s (InfiniBand NDR), of
 class Job:
     """A training: a model of the paper's size in one form, and how its rows and layers are dealt to GPUs."""
 
-    size: str = option("1.3b", "The paper's language model: 340m or 1.3b.")
+    size: str = option("1.3b", f"Language model: {', '.join(SIZES)}. The paper has 340m and 1.3b.")
     form: str = option("slim", f"Form of the mixers: {', '.join(FORMS)}.")
     gpus: int = option(64, "GPUs, 8 to a machine.")
     card: str = option("h100", f"Kind of GPU: {', '.join(CARDS)}.")

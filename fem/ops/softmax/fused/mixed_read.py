@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import on
 from fem.ops.common.joined import joined
-from fem.ops.common.operator import operator
+from fem.ops.common.operator import operator, refuse_second_derivatives
 from fem.ops.common.part_kernels import sum_all
 from fem.ops.softmax.fused import bounded_attention, fused_attention
 from fem.ops.softmax.fused import elementwise_kernels as K
@@ -91,11 +91,7 @@ class _MixedRead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the fused softmax layer is differentiable once, got create_graph=True; a layer whose configuration "
-                'has backend="plain" is differentiable any number of times.'
-            )
+        refuse_second_derivatives()
         saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
         gradients = _mixed_backward(grad, saved, *ctx.options, bounds=ctx.bounds)
         return None, None, *_of_inputs(gradients, saved), None, None
@@ -318,7 +314,7 @@ _MIXED_INPUTS = (
 _OPTIONS = "int[] form, float scale, float eps, float beta_start"
 
 
-@operator(f"mixed_read({_MIXED_INPUTS}, {_OPTIONS}) -> Tensor[]", waits=False)
+@operator(f"mixed_read({_MIXED_INPUTS}, {_OPTIONS}) -> Tensor[]", graphed=True)
 def _operator(*inputs):
     *tensors, form, scale, eps, start = inputs
     return _mixed_forward(*tensors, Form(*form), scale, eps, start)
@@ -341,7 +337,7 @@ def _(*inputs):
     return [o, *kept, beta, scheme, flags, head(form.mean + form.free), lse]
 
 
-@operator(f"mixed_read_backward(Tensor grad, {_MIXED_INPUTS}, Tensor[] kept, {_OPTIONS}) -> Tensor[]", waits=False)
+@operator(f"mixed_read_backward(Tensor grad, {_MIXED_INPUTS}, Tensor[] kept, {_OPTIONS}) -> Tensor[]", graphed=True)
 def _operator_backward(grad, *inputs):
     *tensors, kept, form, scale, eps, start = inputs
     gradients = _mixed_backward(grad, [*tensors, *kept], Form(*form), scale, eps, start)

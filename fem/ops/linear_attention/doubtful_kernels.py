@@ -1,0 +1,253 @@
+"""Triton kernels that read those tokens of linear attention which its sums do not prove, from the definition.
+
+    s_ti = q_t k_i e^{g_{i+1} + .. + g_t}     p_ti = s_ti / sum_i s_ti      w_ti = p_ti e^{beta (f_i - F_t)}
+    mean_t = sum_i p_ti v_i                   F_t = log(sum_i p_ti e^{beta f_i}) / beta
+    d_ti = dlog s_ti = sum_j p_ti (v_ij - mean_tj) dmean_tj + sum_j (w_tij - p_ti) dF_tj / beta_j
+    dq_t = sum_i d_ti k_i / q_t k_i           dk_i = sum_t d_ti q_t / q_t k_i
+    dv_i = sum_t p_ti dmean_t                 df_i = sum_t w_ti dF_t
+    dg_r = sum_{t >= r > i} d_ti = -sum_{i >= r} sum_t d_ti, as sum_i d_ti = 0
+
+They go token by token over blocks of keys, in float32. They are launched in every call, and a program ends at once
+where raised (B, H) is 0; doubtful (B, H, T) marks the tokens. g (B, T, H): the decay into each token, None without one;
+opens (B, T): where a document begins, which forgets everything before. exact (B, T, H, FREE + 2), for the backward: F,
+the logarithm of sum_i s_ti, and sum_j mean_tj dmean_tj.
+"""
+
+import triton
+import triton.language as tl
+
+from fem.ops.common.merge_kernels import LOG_ZERO, NO_WEIGHT, expm1, log1p, log_or_zero, share_apart
+from fem.ops.common.triton_math import slope_of_beta
+from fem.ops.linear_attention.scan_kernels import load_scheme
+
+
+@triton.jit
+def fall_into(g, opens, token, entry, there):
+    """The decay into tokens, which stand at `token` of the batch and `entry` of its heads; 0 where none is there."""
+    fall = tl.zeros(there.shape, tl.float32)
+    if g is not None:
+        fall = tl.load(g + entry, there, other=0.0)
+    if opens is not None:
+        fall = tl.where(tl.load(opens + token, there, other=0) != 0, LOG_ZERO, fall)
+    return fall
+
+
+@triton.jit
+def load_columns(x, token, row, head_at, width, channel, there):
+    """Rows of a head, whose tokens are `row` numbers apart."""
+    at = x + token[:, None] * row + head_at + channel[None]
+    return tl.load(at, there[:, None] & (channel < width)[None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def scores_of_keys(
+    query, k, g, opens, start, t, carried, row, head, heads, KEY: tl.constexpr, KEYS: tl.constexpr, wide
+):
+    """log s of token t over the KEYS keys from `start` on, and q k; these keys; and the decay from the first of them to
+    t, of which `carried` is what comes after the last."""
+    key = start + tl.arange(0, KEYS)
+    entry = (row + key) * heads + head
+    keys = load_columns(k, entry, KEY, 0, KEY, wide, key <= t)
+    fall = fall_into(g, opens, row + key + 1, entry + heads, key < t)
+    product = tl.sum(keys * query[None], 1)
+    log_s = tl.maximum(log_or_zero(product) + carried + tl.cumsum(fall, 0, reverse=True), LOG_ZERO)
+    return log_s, product, keys, carried + tl.sum(fall, 0)
+
+
+@triton.jit
+def values_of_keys(v, f, v_row, f_row, v_at, f_at, key, seen, MEAN: tl.constexpr, FREE: tl.constexpr, column, channel):
+    """v and f of a block of keys."""
+    return load_columns(v, key, v_row, v_at, MEAN, column, seen), load_columns(f, key, f_row, f_at, FREE, channel, seen)
+
+
+@triton.jit
+def read_of_token(
+    q, k, g, opens, v, f, shift, narrow, rate, t, row, head, heads, v_row, f_row, v_at, f_at,
+    MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, KEYS: tl.constexpr, wide, column, channel,
+):  # fmt: skip
+    """A token's query, log sum_i s_ti, mean and F; all 0 where it weighs nothing."""
+    query = tl.load(q + ((row + t) * heads + head) * KEY + wide, wide < KEY, other=0.0).to(tl.float32)
+    total, carried, start = 0.0, 0.0, t // KEYS * KEYS
+    mean, sums = tl.zeros(column.shape, tl.float32), tl.zeros(channel.shape, tl.float32)
+    top, tops = tl.full((), LOG_ZERO, tl.float32), sums + LOG_ZERO
+    while start >= 0:
+        log_s, _product, _keys, carried = scores_of_keys(
+            query, k, g, opens, start, t, carried, row, head, heads, KEY, KEYS, wide
+        )
+        key, seen = start + tl.arange(0, KEYS), log_s > NO_WEIGHT
+        value, energy = values_of_keys(v, f, v_row, f_row, v_at, f_at, key, seen, MEAN, FREE, column, channel)
+        peak = tl.maximum(top, tl.max(log_s, 0))
+        s = tl.where(seen, tl.exp(log_s - peak), 0.0)
+        total = total * tl.exp(top - peak) + tl.sum(s, 0)
+        mean = mean * tl.exp(top - peak) + tl.sum(s[:, None] * value, 0)
+        z = rate * (energy - shift)
+        height = log_s[:, None] + tl.where(narrow, 0.0, z)
+        peaks = tl.maximum(tops, tl.max(height, 0))
+        e = tl.exp(height - peaks[None]) * tl.where(narrow, expm1(tl.where(narrow, z, 0.0)), 1.0)
+        sums = sums * tl.exp(tops - peaks) + tl.sum(tl.where(seen[:, None], e, 0.0), 0)
+        top, tops, start = peak, peaks, tl.where(carried > NO_WEIGHT, start - KEYS, -1)
+    known = total > 0.0
+    total = tl.where(known, total, 1.0)
+    ratio = sums[None] / total
+    lift = tl.where(narrow, log1p(tl.where(narrow, ratio, 0.0)), log_or_zero(ratio) + (tops - top)[None])
+    free = tl.sum(shift + lift / rate, 0)
+    return query, top + tl.log(total), tl.where(known, mean / total, 0.0), tl.where(known, free, 0.0)
+
+
+@triton.jit
+def through_scores(log_s, log_z, value, energy, mean_slope, free, d_mean, d_free, rate):
+    """p and w of a token over a block of keys, and d; mean_slope: sum_j mean_j dmean_j."""
+    log_p = tl.where(log_s > NO_WEIGHT, log_s - log_z, LOG_ZERO)
+    p, above = tl.exp(log_p), rate * (energy - free[None])
+    d = p * (tl.sum(value * d_mean[None], 1) - mean_slope)
+    d += tl.sum(share_apart(log_p[:, None], above) * (d_free[None] / rate), 1)
+    return p, tl.exp(log_p[:, None] + above), d
+
+
+@triton.jit
+def doubtful_tokens_kernel(
+    q, k, g, opens, v, f, scheme, beta, raised, doubtful, mean, free, time, heads, v_batch, v_row, v_head, f_batch,
+    f_row, f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write the mean and F of the marked tokens: a program has every so many tokens of a head."""
+    head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    cell = batch * heads + head
+    if tl.load(raised + cell) != 0:
+        channel, column, wide, row = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), batch * time
+        shift, narrow, _, rate, _ = load_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
+        for t in range(tl.program_id(1), time, tl.num_programs(1)):
+            if tl.load(doubtful + cell * time + t) != 0:
+                _, _, value, energy = read_of_token(
+                    q, k, g, opens, v + batch * v_batch, f + batch * f_batch, shift, narrow, rate, t, row, head, heads,
+                    v_row, f_row, head * v_head, head * f_head, MEAN, FREE, KEY, KEYS, wide, column, channel,
+                )  # fmt: skip
+                entry = (row + t) * heads + head
+                tl.store(mean + entry * MEAN + column, value, column < MEAN)
+                tl.store(free + entry * FREE + channel, energy, channel < FREE)
+
+
+@triton.jit
+def doubtful_tokens_backward_kernel(
+    q, k, g, opens, v, f, scheme, beta, raised, doubtful, d_mean, d_free, exact, d_q, d_theta, tiles, time, heads,
+    v_batch, v_row, v_head, f_batch, f_row, f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr,
+    KEYS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write dq and `exact` of the marked tokens; add to d_theta (B tiles, H, FREE) what they give it."""
+    head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    cell = batch * heads + head
+    if tl.load(raised + cell) != 0:
+        channel, column, wide, row = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), batch * time
+        there = channel < FREE
+        shift, narrow, _, rate, _ = load_scheme(scheme, beta, cell, head, FREE, channel, there)
+        v += batch * v_batch
+        f += batch * f_batch
+        tilt = tl.zeros((KEYS, COLUMNS), tl.float32)
+        for t in range(tl.program_id(1), time, tl.num_programs(1)):
+            if tl.load(doubtful + cell * time + t) != 0:
+                entry = (row + t) * heads + head
+                query, log_z, mean, free = read_of_token(
+                    q, k, g, opens, v, f, shift, narrow, rate, t, row, head, heads, v_row, f_row, head * v_head,
+                    head * f_head, MEAN, FREE, KEY, KEYS, wide, column, channel,
+                )  # fmt: skip
+                of_mean = tl.load(d_mean + entry * MEAN + column, column < MEAN, other=0.0).to(tl.float32)
+                of_free = tl.load(d_free + entry * FREE + channel, there, other=0.0).to(tl.float32)
+                mean_slope, to = tl.sum(mean * of_mean, 0), exact + entry * (FREE + 2)
+                tl.store(to + channel, free, there)
+                tl.store(to + FREE, log_z)
+                tl.store(to + FREE + 1, mean_slope)
+                found, carried, start = tl.zeros(wide.shape, tl.float32), 0.0, t // KEYS * KEYS
+                while start >= 0:
+                    log_s, product, keys, carried = scores_of_keys(
+                        query, k, g, opens, start, t, carried, row, head, heads, KEY, KEYS, wide
+                    )
+                    key, seen = start + tl.arange(0, KEYS), log_s > NO_WEIGHT
+                    value, energy = values_of_keys(
+                        v, f, v_row, f_row, head * v_head, head * f_head, key, seen, MEAN, FREE, column, channel
+                    )
+                    _share, w, d = through_scores(log_s, log_z, value, energy, mean_slope, free, of_mean, of_free, rate)
+                    found += tl.sum((d / tl.where(seen, product, 1.0))[:, None] * keys, 0)
+                    tilt += w * (energy - free[None]) * (of_free[None] / rate)
+                    start = tl.where(carried > NO_WEIGHT, start - KEYS, -1)
+                tl.store(d_q + entry * KEY + wide, found, wide < KEY)
+        to = d_theta + ((batch * tiles + tl.program_id(1)) * heads + head) * FREE + channel
+        found = tl.sum(tilt * slope_of_beta(rate), 0)
+        tl.store(to, tl.load(to, there, other=0.0) + found, there)
+
+
+@triton.jit
+def doubtful_items_backward_kernel(
+    q, k, g, opens, v, f, beta, raised, doubtful, d_mean, d_free, exact, d_k, d_v, d_f, sums, time, heads, v_batch,
+    v_row, v_head, f_batch, f_row, f_head, d_v_row, d_v_head, d_f_row, d_f_head, MEAN: tl.constexpr,
+    FREE: tl.constexpr, KEY: tl.constexpr, SHARED: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    BROAD: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Add dk, dv and df of all keys; write sum_t d_ti of each to `sums` (B, H, T). A program has every so many blocks
+    of keys, and visits the tokens from these on that see them."""
+    head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    cell = batch * heads + head
+    if tl.load(raised + cell) != 0:
+        channel, column, wide, row = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), batch * time
+        there = channel < FREE
+        rate = tl.load(beta + head * FREE + channel, there, other=1.0)[None]
+        for block in range(tl.program_id(1), tl.cdiv(time, KEYS), tl.num_programs(1)):
+            key = block * KEYS + tl.arange(0, KEYS)
+            inside = key < time
+            keys = load_columns(k, (row + key) * heads + head, KEY, 0, KEY, wide, inside)
+            value, energy = values_of_keys(
+                v + batch * v_batch, f + batch * f_batch, v_row, f_row, head * v_head, head * f_head, key, inside,
+                MEAN, FREE, column, channel,
+            )  # fmt: skip
+            k_sum, v_sum = tl.zeros((KEYS, WIDE), tl.float32), tl.zeros((KEYS, BROAD), tl.float32)
+            f_sum, d_sum = tl.zeros((KEYS, COLUMNS), tl.float32), tl.zeros((KEYS,), tl.float32)
+            fallen, t = d_sum, block * KEYS
+            while t < time:
+                entry = (row + t) * heads + head
+                fallen += fall_into(g, opens, row + t + 0 * key, entry + 0 * key, key < t)
+                if tl.load(doubtful + cell * time + t) != 0:
+                    query = tl.load(q + entry * KEY + wide, wide < KEY, other=0.0).to(tl.float32)
+                    of_mean = tl.load(d_mean + entry * MEAN + column, column < MEAN, other=0.0).to(tl.float32)
+                    of_free = tl.load(d_free + entry * FREE + channel, there, other=0.0).to(tl.float32)
+                    known = exact + entry * (FREE + 2)
+                    free = tl.load(known + channel, there, other=0.0)
+                    product = tl.sum(keys * query[None], 1)
+                    log_s = tl.where(key <= t, tl.maximum(log_or_zero(product) + fallen, LOG_ZERO), LOG_ZERO)
+                    p, w, d = through_scores(
+                        log_s, tl.load(known + FREE), value, energy, tl.load(known + FREE + 1), free, of_mean, of_free,
+                        rate,
+                    )  # fmt: skip
+                    k_sum += (d / tl.where(log_s > NO_WEIGHT, product, 1.0))[:, None] * query[None]
+                    v_sum += p[:, None] * of_mean[None]
+                    f_sum += w * of_free[None]
+                    d_sum += d
+                t = tl.where(tl.max(fallen, 0) > NO_WEIGHT, t + 1, time)
+            token, here = (row + key)[:, None], inside[:, None]
+            to, exists = d_k + (token * heads + head) * KEY + wide[None], here & (wide < KEY)[None]
+            tl.store(to, tl.load(to, exists, other=0.0).to(tl.float32) + k_sum, exists)
+            to, exists = d_v + token * d_v_row + head * d_v_head + column[None], here & (column < MEAN)[None]
+            if SHARED:
+                v_sum += f_sum
+            tl.store(to, tl.load(to, exists, other=0.0).to(tl.float32) + v_sum, exists)
+            if not SHARED:
+                to, exists = d_f + token * d_f_row + head * d_f_head + channel[None], here & there[None]
+                tl.store(to, tl.load(to, exists, other=0.0).to(tl.float32) + f_sum, exists)
+            tl.store(sums + cell * time + key, d_sum, inside)
+
+
+@triton.jit
+def doubtful_decays_backward_kernel(
+    sums, raised, logits, d_logits, time, heads, row, d_row, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the gradient of the logits of g = logsigmoid(logit) / 16, (B, T, H), from the last token to the first."""
+    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    cell, later = batch * heads + head, 0.0
+    if tl.load(raised + cell) != 0:
+        for block in range(tl.cdiv(time, BLOCK)):
+            t = time - (block + 1) * BLOCK + tl.arange(0, BLOCK)
+            there, token = t >= 0, batch * time + t
+            found = tl.load(sums + cell * time + t, there, other=0.0)
+            logit = tl.load(logits + token * row + head, there, other=0.0).to(tl.float32)
+            to = d_logits + token * d_row + head
+            slope = (later + tl.cumsum(found, 0, reverse=True)) * (1 / 16) * tl.sigmoid(-logit)
+            tl.store(to, tl.load(to, there, other=0.0).to(tl.float32) - slope, there)
+            later += tl.sum(found, 0)

@@ -1,0 +1,73 @@
+"""Tokens of linear attention that its sums do not prove: the launches of their kernels, on the current device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fem.ops.linear_attention import doubtful_kernels as K
+from fem.ops.linear_attention.kernel_read import Sizes
+
+KEYS = 16  # that a token is read over at a time
+SPANS = 64  # programs of a head that share its tokens
+BLOCK = 256  # tokens whose decays' gradients are summed at a time
+
+
+class Scan(NamedTuple):
+    """What was read, and what of it is in doubt."""
+
+    q: Float[Tensor, "b t h dk"]
+    k: Float[Tensor, "b t h dk"]
+    g: Float[Tensor, "b t h"] | None
+    opens: Bool[Tensor, "b t"] | None
+    v: Float[Tensor, "b t h dv"]
+    f: Float[Tensor, "b t h df"]
+    scheme: Float[Tensor, "b h _"]
+    beta: Float[Tensor, "h df"]
+    raised: Int[Tensor, "b h"]
+    doubtful: Bool[Tensor, "b h t"]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Tokens, heads and strides, as kernels take them."""
+        return [*self.q.shape[1:3], *self.v.stride()[:3], *self.f.stride()[:3]]
+
+    def grid(self, sizes: Sizes) -> tuple[int, int, int]:
+        """Of programs that share the tokens of a head, no more than it has tiles."""
+        batch, time, heads = self.q.shape[:3]
+        return heads, min(SPANS, sizes.tiles(time)), batch
+
+
+def read_doubtful(sizes: Sizes, scan: Scan, mean: Float[Tensor, "b t h dv"], free: Float[Tensor, "b t h df"]) -> None:
+    """Write the mean and F of the tokens in doubt."""
+    sizes.launch(K.doubtful_tokens_kernel, scan.grid(sizes), *scan, mean, free, *scan.numbers, KEYS=KEYS)
+
+
+def through_doubtful(
+    sizes: Sizes, scan: Scan, grads, d_q, d_k, d_v, d_f: Tensor | None, tilt: Float[Tensor, "n h df"]
+) -> Float[Tensor, "b h t"]:
+    """Write dq of the tokens in doubt, and add what goes through them to the other gradients, to `tilt` what they give
+    theta; d_f: None where d_v gets both. Returns for each key how much they change with its log-weight."""
+    grads = [scan.v if grad is None else grad for grad in grads]  # which no kernel reads
+    exact, sums = tilt.new_empty(*scan.q.shape[:3], sizes.free + 2), tilt.new_empty(scan.doubtful.shape)
+    sizes.launch(
+        K.doubtful_tokens_backward_kernel, scan.grid(sizes), *scan, *grads, exact, d_q, tilt,
+        sizes.tiles(scan.q.shape[1]), *scan.numbers, KEYS=KEYS,
+    )  # fmt: skip
+    rest = scan[:6] + scan[7:]
+    apart = (0, 0) if d_f is None else d_f.stride()[1:3]
+    sizes.launch(
+        K.doubtful_items_backward_kernel, scan.grid(sizes), *rest, *grads, exact, d_k, d_v, d_f, sums, *scan.numbers,
+        *d_v.stride()[1:3], *apart, SHARED=d_f is None, KEYS=KEYS,
+    )  # fmt: skip
+    return sums
+
+
+def through_doubtful_decays(scan: Scan, sums: Float[Tensor, "b h t"], logits: Tensor, d_logits: Tensor) -> None:
+    """Add the gradient of the decays' logits, columns (B, T, H), of what `through_doubtful` returns."""
+    batch, heads, time = sums.shape
+    K.doubtful_decays_backward_kernel[heads, batch](
+        sums, scan.raised, logits, d_logits, time, heads, logits.stride(1), d_logits.stride(1), BLOCK=BLOCK
+    )
