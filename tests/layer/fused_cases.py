@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer, joint_maps
 from fem.ops.common import joined, part_kernels, row_maps
-from fem.ops.linear_attention import mixed_read, scan_kernels
+from fem.ops.linear_attention import doubtful_tokens, mixed_read, scan_kernels
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as kernels
 
@@ -314,6 +314,7 @@ def test_tokens_of_linear_attention_in_doubt_are_read_again(name, how_many, monk
     layer, share = build(LAYERS[name]), 1.0 if name == "gla, the mean alone" else 0.01
     fused_on_cpu.install(monkeypatch)
     monkeypatch.setattr(layer.prior, "read", None)
+    monkeypatch.setattr(doubtful_tokens, "SPAN", 4)
     monkeypatch.setattr(scan_kernels, "LEAST_PROVEN", tl.constexpr(share if how_many == "some" else 1e30))
     found, read = [], mixed_read.read_doubtful
     monkeypatch.setattr(

@@ -176,20 +176,38 @@ def doubtful_tokens_backward_kernel(
 
 
 @triton.jit
+def token_of_keys(
+    q, d_mean, d_free, exact, t, entry, key, keys, value, energy, fallen, rate, MEAN: tl.constexpr, FREE: tl.constexpr,
+    KEY: tl.constexpr, wide, column, channel,
+):  # fmt: skip
+    """A marked token, for keys from which on the decay is `fallen`: its query, dmean and dF; q k, p, w and d."""
+    query = tl.load(q + entry * KEY + wide, wide < KEY, other=0.0).to(tl.float32)
+    of_mean = tl.load(d_mean + entry * MEAN + column, column < MEAN, other=0.0).to(tl.float32)
+    of_free = tl.load(d_free + entry * FREE + channel, channel < FREE, other=0.0).to(tl.float32)
+    known, product = exact + entry * (FREE + 2), tl.sum(keys * query[None], 1)
+    free = tl.load(known + channel, channel < FREE, other=0.0)
+    log_s = tl.where(key <= t, tl.maximum(log_or_zero(product) + fallen, LOG_ZERO), LOG_ZERO)
+    p, w, d = through_scores(
+        log_s, tl.load(known + FREE), value, energy, tl.load(known + FREE + 1), free, of_mean, of_free, rate
+    )
+    return query, of_mean, of_free, tl.where(log_s > NO_WEIGHT, product, 1.0), p, w, d
+
+
+@triton.jit
 def doubtful_items_backward_kernel(
     q, k, g, opens, v, f, beta, raised, doubtful, d_mean, d_free, exact, d_k, d_v, d_f, sums, time, heads, v_batch,
     v_row, v_head, f_batch, f_row, f_head, d_v_row, d_v_head, d_f_row, d_f_head, MEAN: tl.constexpr,
-    FREE: tl.constexpr, KEY: tl.constexpr, SHARED: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-    BROAD: tl.constexpr, WIDE: tl.constexpr,
+    FREE: tl.constexpr, KEY: tl.constexpr, SHARED: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
+    COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Add dk, dv and df of all keys; write sum_t d_ti of each to `sums` (B, H, T). A program has every so many blocks
-    of keys, and visits the tokens from these on that see them."""
+    of keys, and visits the tokens from these on, those without a mark SPAN at a time."""
     head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     cell = batch * heads + head
     if tl.load(raised + cell) != 0:
         channel, column, wide, row = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), batch * time
-        there = channel < FREE
-        rate = tl.load(beta + head * FREE + channel, there, other=1.0)[None]
+        in_free = channel < FREE
+        rate = tl.load(beta + head * FREE + channel, in_free, other=1.0)[None]
         for block in range(tl.program_id(1), tl.cdiv(time, KEYS), tl.num_programs(1)):
             key = block * KEYS + tl.arange(0, KEYS)
             inside = key < time
@@ -200,27 +218,27 @@ def doubtful_items_backward_kernel(
             )  # fmt: skip
             k_sum, v_sum = tl.zeros((KEYS, WIDE), tl.float32), tl.zeros((KEYS, BROAD), tl.float32)
             f_sum, d_sum = tl.zeros((KEYS, COLUMNS), tl.float32), tl.zeros((KEYS,), tl.float32)
-            fallen, t = d_sum, block * KEYS
-            while t < time:
-                entry = (row + t) * heads + head
-                fallen += fall_into(g, opens, row + t + 0 * key, entry + 0 * key, key < t)
-                if tl.load(doubtful + cell * time + t) != 0:
-                    query = tl.load(q + entry * KEY + wide, wide < KEY, other=0.0).to(tl.float32)
-                    of_mean = tl.load(d_mean + entry * MEAN + column, column < MEAN, other=0.0).to(tl.float32)
-                    of_free = tl.load(d_free + entry * FREE + channel, there, other=0.0).to(tl.float32)
-                    known = exact + entry * (FREE + 2)
-                    free = tl.load(known + channel, there, other=0.0)
-                    product = tl.sum(keys * query[None], 1)
-                    log_s = tl.where(key <= t, tl.maximum(log_or_zero(product) + fallen, LOG_ZERO), LOG_ZERO)
-                    p, w, d = through_scores(
-                        log_s, tl.load(known + FREE), value, energy, tl.load(known + FREE + 1), free, of_mean, of_free,
-                        rate,
-                    )  # fmt: skip
-                    k_sum += (d / tl.where(log_s > NO_WEIGHT, product, 1.0))[:, None] * query[None]
-                    v_sum += p[:, None] * of_mean[None]
-                    f_sum += w * of_free[None]
-                    d_sum += d
-                t = tl.where(tl.max(fallen, 0) > NO_WEIGHT, t + 1, time)
+            fallen = d_sum  # the decay from each key on
+            for start in range(block * KEYS, time, SPAN):
+                token = start + tl.arange(0, SPAN)
+                there, marks = token < time, doubtful + cell * time + token
+                if tl.max(fallen, 0) > NO_WEIGHT:
+                    if tl.max(tl.load(marks, there, other=0).to(tl.int32), 0) == 0:
+                        fall = fall_into(g, opens, row + token, (row + token) * heads + head, there)
+                        fallen += tl.sum(tl.where(key[:, None] < token[None], fall[None], 0.0), 1)
+                    else:
+                        for t in range(start, min(start + SPAN, time)):
+                            entry = (row + t) * heads + head
+                            fallen += fall_into(g, opens, row + t + 0 * key, entry + 0 * key, key < t)
+                            if tl.load(doubtful + cell * time + t) != 0:
+                                query, of_mean, of_free, product, p, w, d = token_of_keys(
+                                    q, d_mean, d_free, exact, t, entry, key, keys, value, energy, fallen, rate, MEAN,
+                                    FREE, KEY, wide, column, channel,
+                                )  # fmt: skip
+                                k_sum += (d / product)[:, None] * query[None]
+                                v_sum += p[:, None] * of_mean[None]
+                                f_sum += w * of_free[None]
+                                d_sum += d
             token, here = (row + key)[:, None], inside[:, None]
             to, exists = d_k + (token * heads + head) * KEY + wide[None], here & (wide < KEY)[None]
             tl.store(to, tl.load(to, exists, other=0.0).to(tl.float32) + k_sum, exists)
@@ -229,7 +247,7 @@ def doubtful_items_backward_kernel(
                 v_sum += f_sum
             tl.store(to, tl.load(to, exists, other=0.0).to(tl.float32) + v_sum, exists)
             if not SHARED:
-                to, exists = d_f + token * d_f_row + head * d_f_head + channel[None], here & there[None]
+                to, exists = d_f + token * d_f_row + head * d_f_head + channel[None], here & in_free[None]
                 tl.store(to, tl.load(to, exists, other=0.0).to(tl.float32) + f_sum, exists)
             tl.store(sums + cell * time + key, d_sum, inside)
 

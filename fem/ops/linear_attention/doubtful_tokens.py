@@ -11,7 +11,8 @@ from fem.ops.linear_attention import doubtful_kernels as K
 from fem.ops.linear_attention.kernel_read import Sizes
 
 KEYS = 16  # that a token is read over at a time
-SPANS = 64  # programs of a head that share its tokens
+PROGRAMS = 64  # of a head that share its tokens
+SPAN = 128  # tokens that are passed over together where none is marked
 BLOCK = 256  # tokens whose decays' gradients are summed at a time
 
 
@@ -37,7 +38,7 @@ class Scan(NamedTuple):
     def grid(self, sizes: Sizes) -> tuple[int, int, int]:
         """Of programs that share the tokens of a head, no more than it has tiles."""
         batch, time, heads = self.q.shape[:3]
-        return heads, min(SPANS, sizes.tiles(time)), batch
+        return heads, min(PROGRAMS, sizes.tiles(time)), batch
 
 
 def read_doubtful(sizes: Sizes, scan: Scan, mean: Float[Tensor, "b t h dv"], free: Float[Tensor, "b t h df"]) -> None:
@@ -60,7 +61,7 @@ def through_doubtful(
     apart = (0, 0) if d_f is None else d_f.stride()[1:3]
     sizes.launch(
         K.doubtful_items_backward_kernel, scan.grid(sizes), *rest, *grads, exact, d_k, d_v, d_f, sums, *scan.numbers,
-        *d_v.stride()[1:3], *apart, SHARED=d_f is None, KEYS=KEYS,
+        *d_v.stride()[1:3], *apart, SHARED=d_f is None, KEYS=KEYS, SPAN=SPAN,
     )  # fmt: skip
     return sums
 
