@@ -69,9 +69,9 @@ def _softmax_reads(layer, call: Call) -> bool:
 
 
 def _linear_reads(layer, call: Call) -> bool:
-    """A normalised causal prior with at most one decay per head, without padding and states."""
-    config = layer.config
-    if call.memory is not None or call.tokens.keep is not None:
+    """A normalised causal prior with at most one decay per head, without states; padded rows without documents."""
+    config, tokens = layer.config, call.tokens
+    if call.memory is not None or (tokens.keep is not None and tokens.start is not None):
         return False
     if config.backend not in ("auto", "triton") or not (config.causal and config.normalize):
         return False
@@ -90,36 +90,40 @@ def mixed(
 ) -> tuple[Float[Tensor, "b t h dv"], dict[str, Tensor] | None] | None:
     """o = g ((1 - lambda) mean + lambda F), as `TwoLevelGate` of the prior's read, and the prior's memory after
     it, None where the call returns no state. Nothing where another form has to read the call.       (Eq. 4, 10, 11)
+
+    Of padded rows the kept tokens are read first, as a row that ends there: no kept token sees one behind it.
     """
     if not fits(layer, call):
         return None
-    if type(layer.prior) is SoftmaxPrior:
-        return _softmax_mixed(layer, call, features)
-    from fem.ops.linear_attention.mixed_read import mixed_read  # by Triton, which the library does not require
-
-    return mixed_read(_linear_options(layer), *_tensors(layer, call, features), call.tokens.start), None
+    read, keep = _softmax_mixed if type(layer.prior) is SoftmaxPrior else _linear_mixed, call.tokens.keep
+    if keep is None:
+        return read(layer, call, features)
+    order = keep.long().argsort(dim=1, descending=True, stable=True)
+    back = order.argsort(1)
+    o, _ = read(layer, call, _Reordered.apply(features, order, back))
+    return _Reordered.apply(o, back, order), None
 
 
 def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
-    """Of padded rows the kept tokens are read first, as a row that ends there: no kept token sees one behind it."""
     from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
-    keep, options = call.tokens.keep, _softmax_options(layer, call.x)
+    options, tensors = _softmax_options(layer, call.x), _tensors(layer, call, features)
     if call.memory is not None:
-        o, k, v = prefill(options, *_tensors(layer, call, features))
+        o, k, v = prefill(options, *tensors)
         beta = layer.temperature(call.x)
         v, free_values = layer.pair(v, beta)
         return o, append({}, k, v, beta, call.tokens, False, free_values)
-    if _bounded(layer, call):
-        time, config = call.x.shape[1], layer.config
-        seen = seen_keys(time, time, call.x.device, config.causal, config.window, call.tokens.document)
-        return mixed_read(options, *_tensors(layer, call, features), seen), None
-    if keep is None:
-        return mixed_read(options, *_tensors(layer, call, features)), None
-    order = keep.long().argsort(dim=1, descending=True, stable=True)
-    back = order.argsort(1)
-    features = _Reordered.apply(features, order, back)
-    return _Reordered.apply(mixed_read(options, *_tensors(layer, call, features)), back, order), None
+    if not _bounded(layer, call):
+        return mixed_read(options, *tensors), None
+    time, config = call.x.shape[1], layer.config
+    seen = seen_keys(time, time, call.x.device, config.causal, config.window, call.tokens.document)
+    return mixed_read(options, *tensors, seen), None
+
+
+def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, None]:
+    from fem.ops.linear_attention.mixed_read import mixed_read  # by Triton, which the library does not require
+
+    return mixed_read(_linear_options(layer), *_tensors(layer, call, features), call.tokens.start), None
 
 
 class _Reordered(torch.autograd.Function):

@@ -85,7 +85,12 @@ FITS = {  # the layer, what the call says, and whether the fused form reads it
     "a gate per head": (lambda: build(gate_rank=0), {}, False),
     "a cap": (lambda: build(value_logexp_cap=5.0), {}, False),
     "gla": (lambda: build(prior_type="gla"), {}, True),
-    "gla, padding": (lambda: build(prior_type="gla"), {"attention_mask": ONES.bool()}, False),
+    "gla, padding": (lambda: build(prior_type="gla"), {"attention_mask": ONES.bool()}, True),
+    "gla, documents and padding": (
+        lambda: build(prior_type="gla"),
+        {"segment_ids": ONES.long(), "attention_mask": ONES.bool()},
+        False,
+    ),
     "gla, documents": (lambda: build(prior_type="gla"), {"segment_ids": ONES.long()}, True),
     "gla, a state": (lambda: build(prior_type="gla"), {"return_state": True}, False),
     "gla, a hook": (lambda: hooked(prior_type="gla"), {}, False),
