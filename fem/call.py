@@ -7,7 +7,8 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import transformed
+from fem.ops.common.backend import exporting, transformed
+from fem.ops.common.kept_first import Order, kept_first
 from fem.ops.common.tokens import Tokens, read_tokens, whole_rows
 from fem.projection import check_tokens
 from fem.state import CachePosition, MixerState
@@ -29,7 +30,10 @@ def unknown_argument(name: str, *_) -> TypeError:
 
 
 class Call(NamedTuple):
-    """A layer's input with masked tokens set to 0, the tokens, and what the call before left behind."""
+    """A layer's input with masked tokens set to 0, the tokens, and what the call before left behind.
+
+    order: None, or how the tokens stand, where the kept ones come first.
+    """
 
     x: Float[Tensor, "b t d"]
     tokens: Tokens
@@ -38,6 +42,7 @@ class Call(NamedTuple):
     position: CachePosition | None  # after the call; None where no state is returned
     kind: str  # of the layer, as its states name it
     return_state: bool
+    order: Order | None = None
 
     @classmethod
     def open(cls, layer, x, attention_mask, segment_ids, state: MixerState | None, return_state: bool) -> Call:
@@ -51,6 +56,20 @@ class Call(NamedTuple):
         memory = {} if return_state and state is None else None if state is None else state.memory
         hidden = None if state is None else state.conditioner
         return cls(tokens.zero_masked(x), tokens, memory, hidden, position, layer.kind, return_state)
+
+    def kept_first(self, config) -> Call:
+        """The call in an order that needs no mask, where the layer is causal, has no window and keeps no state."""
+        tokens, x = self.tokens, self.x
+        if tokens.keep is None or self.memory is not None or not config.causal or config.window is not None:
+            return self
+        if exporting() or transformed(x):  # a graph sorts nothing, and transforms know no function of ours
+            return self
+        tokens, order = kept_first(tokens.keep, tokens.document)
+        return self._replace(x=order.kept_first(x), tokens=tokens, order=order)
+
+    def in_order(self, o: Float[Tensor, "b t h d"]) -> Float[Tensor, "b t h d"]:
+        """The mixed reads in the order of the layer's input; of masked tokens 0, where that is another one."""
+        return o if self.order is None else self.order.as_before(o)
 
     def close(self, y: Tensor, memory: dict[str, Tensor] | None, hidden: Tensor | None):
         """y, or with return_state y and the state after the call."""

@@ -26,11 +26,11 @@ DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has
 
 def fits(layer, call: Call) -> bool:
     """True if the fused kernels read this call: a whole sequence in bfloat16 on CUDA, by maps that no adapter, hook or
-    sharding has taken over, of a layer and under marks that its prior's kernels know.
+    sharding has taken over, of a layer and under marks that its prior's kernels know; masks are none of them.
     """
     config, x = layer.config, call.x
     reads = _READS.get(type(layer.prior))
-    if not available(x) or reads is None or config.value_logexp_cap is not None:
+    if not available(x) or reads is None or call.tokens.keep is not None or config.value_logexp_cap is not None:
         return False
     if not (0 < x.shape[0] <= _MOST_ROWS and 2 <= x.shape[1] <= _MOST_TOKENS):
         return False
@@ -51,27 +51,24 @@ def untouched(maps: Sequence[nn.Module], slim: Sequence[SlimProjection], parts: 
 
 
 def _softmax_reads(layer, call: Call) -> bool:
-    """No state before the call. Padded rows where the layer is causal and returns no state; a state is returned where
-    no gradient is wanted. Windows and documents in eager calls without padding and states, of heads that FlexAttention
-    reads at once; a graph rather has it between what it fuses itself."""
-    config, keep = layer.config, call.tokens.keep
+    """No state before the call; a state is returned where no gradient is wanted. Windows and documents in eager calls
+    without states, of heads that FlexAttention reads at once; a graph rather has it between what it fuses itself."""
+    config = layer.config
     if config.backend not in ("auto", "sdpa"):
         return False
     if _bounded(layer, call):
         narrow = max(config.key_width, config.read_width) <= WIDEST
-        return narrow and keep is None and call.memory is None and not torch.compiler.is_compiling()
-    if call.memory or (call.memory is not None and (torch.is_grad_enabled() or keep is not None)):
-        return False
-    if keep is not None and not config.causal:  # a key behind all kept ones is hidden by causality alone
+        return narrow and call.memory is None and not torch.compiler.is_compiling()
+    if call.memory or (call.memory is not None and torch.is_grad_enabled()):
         return False
     sizes = (config.n_head, config.kv_heads, config.key_width, config.read_width, config.causal)
     return _kernel(call.x.device.index or 0, *sizes) is not None
 
 
 def _linear_reads(layer, call: Call) -> bool:
-    """A normalised causal prior with at most one decay per head, without states; padded rows without documents."""
-    config, tokens = layer.config, call.tokens
-    if call.memory is not None or (tokens.keep is not None and tokens.start is not None):
+    """A normalised causal prior with at most one decay per head, without states."""
+    config = layer.config
+    if call.memory is not None:
         return False
     if config.backend not in ("auto", "triton") or not (config.causal and config.normalize):
         return False
@@ -90,18 +87,11 @@ def mixed(
 ) -> tuple[Float[Tensor, "b t h dv"], dict[str, Tensor] | None] | None:
     """o = g ((1 - lambda) mean + lambda F), as `TwoLevelGate` of the prior's read, and the prior's memory after
     it, None where the call returns no state. Nothing where another form has to read the call.       (Eq. 4, 10, 11)
-
-    Of padded rows the kept tokens are read first, as a row that ends there: no kept token sees one behind it.
     """
     if not fits(layer, call):
         return None
-    read, keep = _softmax_mixed if type(layer.prior) is SoftmaxPrior else _linear_mixed, call.tokens.keep
-    if keep is None:
-        return read(layer, call, features)
-    order = keep.long().argsort(dim=1, descending=True, stable=True)
-    back = order.argsort(1)
-    o, _ = read(layer, call, _Reordered.apply(features, order, back))
-    return _Reordered.apply(o, back, order), None
+    read = _softmax_mixed if type(layer.prior) is SoftmaxPrior else _linear_mixed
+    return read(layer, call, features)
 
 
 def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
@@ -124,19 +114,6 @@ def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, None]:
     from fem.ops.linear_attention.mixed_read import mixed_read  # by Triton, which the library does not require
 
     return mixed_read(_linear_options(layer), *_tensors(layer, call, features), call.tokens.start), None
-
-
-class _Reordered(torch.autograd.Function):
-    """The tokens of each row in another order, y_t = x_{order_t}; its gradient is the way back, without a sum."""
-
-    @staticmethod
-    def forward(ctx, x, order, back):
-        ctx.save_for_backward(back, order)
-        return x.take_along_dim(order.view(*order.shape, *[1] * (x.ndim - 2)), 1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _Reordered.apply(grad, *ctx.saved_tensors), None, None
 
 
 def _bounded(layer, call: Call) -> bool:

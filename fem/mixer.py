@@ -77,7 +77,7 @@ class FreeEnergyMixer(FreeEnergyLayer):
     ) -> Float[Tensor, "b t d"] | tuple[Float[Tensor, "b t d"], MixerState]:
         if unknown:
             raise unknown_argument(*unknown)
-        call = Call.open(self, x, attention_mask, segment_ids, state, return_state)
+        call = Call.open(self, x, attention_mask, segment_ids, state, return_state).kept_first(self.config)
         f, hidden = self.features(call.x, call.tokens, call.hidden)  # [x, h]                     Eq. 33
         found = fused_layer.mixed(self, call, f)  # the next two lines in few launches, where they can
         if found is None:
@@ -85,7 +85,7 @@ class FreeEnergyMixer(FreeEnergyLayer):
             read = lambda v, beta, free: self.prior(p, v, beta, call.tokens, call.memory, free)  # noqa: E731  Eq. 4
             found = self.mixed(g, v, read)  # g ((1 - lambda) mean + lambda F)                               Eq. 7, 11
         o, memory = found
-        return call.close(self.projected(o), memory, hidden)
+        return call.close(self.projected(call.in_order(o)), memory, hidden)
 
     def read_by(
         self,

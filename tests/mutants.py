@@ -73,6 +73,8 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
     Mutant("values wider than the keys see the later queries of their block", "fem/ops/softmax/attend.py",
            "            s[..., keys].add_(hidden)",
            "            pass", f"{SOFTMAX}/test_softmax_read.py"),
+    Mutant("masked tokens stand before kept ones", "fem/ops/common/kept_first.py",
+           "torch.where(keep, count - 1, count[:, -1:] + place - count)", "place.clone()", "tests/layer/test_mixer.py"),
     Mutant("a masked token takes a position", "fem/ops/common/tokens.py",
            "count = ones.long().cumsum(1)",
            "count = torch.ones_like(ones).long().cumsum(1)", "tests/ops/test_tokens.py"),

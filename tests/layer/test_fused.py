@@ -31,7 +31,7 @@ def test_every_case_in_the_interpreter():
 
 def call(layer, x, **marks):
     given = {"attention_mask": None, "segment_ids": None, "state": None, "return_state": False} | marks
-    return Call.open(layer, x, *given.values())
+    return Call.open(layer, x, *given.values()).kept_first(layer.config)
 
 
 @pytest.fixture
@@ -70,7 +70,8 @@ FITS = {  # the layer, what the call says, and whether the fused form reads it
     "padding that causality hides": (build, {"attention_mask": ONES.bool()}, True),
     "padding in both directions": (lambda: build(causal=False), {"attention_mask": ONES.bool()}, False),
     "documents": (build, {"segment_ids": ONES.long()}, True),
-    "documents and padding": (build, {"segment_ids": ONES.long(), "attention_mask": ONES.bool()}, False),
+    "documents and padding": (build, {"segment_ids": ONES.long(), "attention_mask": ONES.bool()}, True),
+    "padding and a state": (build, {"attention_mask": ONES.bool(), "return_state": True}, False),
     "a state under gradients": (build, {"return_state": True}, False),
     "float32": (lambda: build(torch.float32), {}, False),
     "float16": (lambda: build(torch.float16), {}, False),
@@ -86,11 +87,6 @@ FITS = {  # the layer, what the call says, and whether the fused form reads it
     "a cap": (lambda: build(value_logexp_cap=5.0), {}, False),
     "gla": (lambda: build(prior_type="gla"), {}, True),
     "gla, padding": (lambda: build(prior_type="gla"), {"attention_mask": ONES.bool()}, True),
-    "gla, documents and padding": (
-        lambda: build(prior_type="gla"),
-        {"segment_ids": ONES.long(), "attention_mask": ONES.bool()},
-        False,
-    ),
     "gla, documents": (lambda: build(prior_type="gla"), {"segment_ids": ONES.long()}, True),
     "gla, a state": (lambda: build(prior_type="gla"), {"return_state": True}, False),
     "gla, a hook": (lambda: hooked(prior_type="gla"), {}, False),
@@ -110,7 +106,7 @@ def test_only_what_the_fused_form_computes_fits(there, case):
         pytest.importorskip("triton")
     opened = call(layer, torch.randn(2, 5, 16).to(layer.value.weight.dtype), **marks)
     assert fused_layer.fits(layer, opened) is fits
-    if "return_state" in marks and layer.config.prior_type == "softmax":
+    if marks == {"return_state": True} and layer.config.prior_type == "softmax":
         with torch.no_grad():
             assert fused_layer.fits(layer, opened)
 

@@ -184,7 +184,7 @@ def test_inspect_shows_what_forward_computes(family):
         close(sums[kept], torch.ones_like(sums[kept]))
     assert reading.prior[..., ~keep[0].bool()][0].abs().max() == 0
     u = torch.lerp(reading.mean, reading.free_energy, reading.lambda_) * reading.gate
-    close(layer.output(u.flatten(2)), layer(x, attention_mask=keep))
+    close(layer.output(u.flatten(2))[keep.bool()], layer(x, attention_mask=keep)[keep.bool()])
     beta = reading.beta if reading.beta.ndim == 2 else reading.beta[:, None].expand(HEADS, WIDTH // 2 // HEADS)
     assert (reading.hidden_beta >= 0).all()
     assert (reading.hidden_beta <= beta * (1 + 1e-9)).all()
@@ -277,3 +277,13 @@ def test_every_part_is_called_as_a_module(family):
         part.register_forward_hook(lambda module, inputs, output: called.append(module))
     layer(tokens())
     assert Counter(called) == Counter(layer.children())
+
+
+@families
+def test_a_row_without_tokens_reads_the_output_bias_and_has_no_gradient(family):
+    layer, x = make_layer(**FAMILIES[family]), tokens().requires_grad_()
+    keep = torch.tensor([[1] * TIME, [0] * TIME])
+    y = layer(x, attention_mask=keep)
+    close(y[1], layer.output.bias.expand_as(y[1]))
+    y[1].sum().backward()
+    assert not [name for name, p in layer.named_parameters() if name != "output.bias" and p.grad.any()]

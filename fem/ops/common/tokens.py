@@ -36,7 +36,7 @@ class Tokens:
 
     def zero_masked(self, x: Tensor) -> Tensor:
         """x (B, T, d) with 0 for masked tokens: what stood there, NaN too, reaches neither an output nor a gradient."""
-        return x if self.keep is None else x.masked_fill(~self.keep[..., None], 0)
+        return x if self.keep is None else torch.where(self.keep[..., None], x, 0)
 
     def reversed(self) -> Tokens:
         """The same tokens read backwards; documents open at what was their last kept token."""
