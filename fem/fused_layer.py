@@ -6,6 +6,7 @@ A softmax layer is read by `fem.ops.softmax.fused`, linear attention and GLA by 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from fem.call import Call
 from fem.gates import SlimProjection, first_map
 from fem.ops.common.backend import exporting, found, plain_map, plain_tensors, transformed, watched
+from fem.ops.common.kept_first import kept_first
 from fem.ops.common.precision import product_dtype
 from fem.ops.softmax.card_attention import WIDEST
 from fem.ops.softmax.support import seen_keys
@@ -26,11 +28,11 @@ DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has
 
 def fits(layer, call: Call) -> bool:
     """True if the fused kernels read this call: a whole sequence in bfloat16 on CUDA, by maps that no adapter, hook or
-    sharding has taken over, of a layer and under marks that its prior's kernels know; masks are none of them.
+    sharding has taken over, of a layer and under marks that its prior's kernels know.
     """
     config, x = layer.config, call.x
     reads = _READS.get(type(layer.prior))
-    if not available(x) or reads is None or call.tokens.keep is not None or config.value_logexp_cap is not None:
+    if not available(x) or reads is None or config.value_logexp_cap is not None:
         return False
     if not (0 < x.shape[0] <= _MOST_ROWS and 2 <= x.shape[1] <= _MOST_TOKENS):
         return False
@@ -51,14 +53,17 @@ def untouched(maps: Sequence[nn.Module], slim: Sequence[SlimProjection], parts: 
 
 
 def _softmax_reads(layer, call: Call) -> bool:
-    """No state before the call; a state is returned where no gradient is wanted. Windows and documents in eager calls
-    without states, of heads that FlexAttention reads at once; a graph rather has it between what it fuses itself."""
-    config = layer.config
+    """No state before the call; a state is returned where no gradient is wanted, of padded rows where the layer is
+    causal. Windows and documents in eager calls without padding and states, of heads that FlexAttention reads at once;
+    a graph rather has it between what it fuses itself."""
+    config, keep = layer.config, call.tokens.keep
     if config.backend not in ("auto", "sdpa"):
         return False
     if _bounded(layer, call):
         narrow = max(config.key_width, config.read_width) <= WIDEST
-        return narrow and call.memory is None and not torch.compiler.is_compiling()
+        return narrow and keep is None and call.memory is None and not torch.compiler.is_compiling()
+    if keep is not None and not config.causal:
+        return False
     if call.memory or (call.memory is not None and torch.is_grad_enabled()):
         return False
     sizes = (config.n_head, config.kv_heads, config.key_width, config.read_width, config.causal)
@@ -68,7 +73,7 @@ def _softmax_reads(layer, call: Call) -> bool:
 def _linear_reads(layer, call: Call) -> bool:
     """A normalised causal prior with at most one decay per head, without states."""
     config = layer.config
-    if call.memory is not None:
+    if call.memory is not None or call.tokens.keep is not None:
         return False
     if config.backend not in ("auto", "triton") or not (config.causal and config.normalize):
         return False
@@ -97,12 +102,16 @@ def mixed(
 def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
     from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
+    tokens, order = call.tokens, None
+    if tokens.keep is not None:  # in a cache, too, masked tokens may stand behind the kept ones
+        tokens, order = kept_first(tokens.keep, None)
+        features, tokens = order.kept_first(features), replace(tokens, keep=order.kept_first(order.keep))
     options, tensors = _softmax_options(layer, call.x), _tensors(layer, call, features)
     if call.memory is not None:
         o, k, v = prefill(options, *tensors)
         beta = layer.temperature(call.x)
         v, free_values = layer.pair(v, beta)
-        return o, append({}, k, v, beta, call.tokens, False, free_values)
+        return o if order is None else order.as_before(o), append({}, k, v, beta, tokens, False, free_values)
     if not _bounded(layer, call):
         return mixed_read(options, *tensors), None
     time, config = call.x.shape[1], layer.config

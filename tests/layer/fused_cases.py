@@ -172,17 +172,24 @@ def test_a_token_sees_its_document_and_window_alone(name, documents, spike, monk
         assert (one - other).norm() < 5e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ["full", "split, conditioner", "F alone", "grouped heads", "attention"])
-def test_tokens_go_on_from_a_fused_prefill(name, monkeypatch):
-    layer, x = build(LAYERS[name]), torch.randn(2, 19, 20)
+def test_tokens_go_on_from_a_fused_prefill(name, padded, monkeypatch):
+    """Padded on the left, and with a hole; NaN stands in masked tokens."""
+    layer, x, keep = build(LAYERS[name]), torch.randn(2, 19, 20), torch.ones(2, 19, dtype=torch.bool)
+    if padded:
+        keep[0, :4] = keep[1, 3:5] = False
     with torch.no_grad():
-        wanted = exact(layer)(x.double())
+        wanted = exact(layer)(x.double(), attention_mask=keep)
+        x = x.masked_fill(~keep[..., None], torch.nan)
         fused_on_cpu.install(monkeypatch)
-        y, state = layer(x[:, :12], return_state=True)
+        with monkeypatch.context() as fused_alone:
+            fused_alone.setattr(layer.prior, "read", None)
+            y, state = layer(x[:, :12], attention_mask=keep[:, :12] if padded else None, return_state=True)
         z, state = layer(x[:, 12:18], state=state, return_state=True)
         last, _ = layer(x[:, 18:], state=state, return_state=True)
     found = torch.cat([y, z, last], 1)
-    assert (found - wanted).norm() < 1e-5 * wanted.norm()
+    assert (found - wanted)[keep].norm() < 1e-5 * wanted[keep].norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

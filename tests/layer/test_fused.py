@@ -71,7 +71,12 @@ FITS = {  # the layer, what the call says, and whether the fused form reads it
     "padding in both directions": (lambda: build(causal=False), {"attention_mask": ONES.bool()}, False),
     "documents": (build, {"segment_ids": ONES.long()}, True),
     "documents and padding": (build, {"segment_ids": ONES.long(), "attention_mask": ONES.bool()}, True),
-    "padding and a state": (build, {"attention_mask": ONES.bool(), "return_state": True}, False),
+    "padding and a state under gradients": (build, {"attention_mask": ONES.bool(), "return_state": True}, False),
+    "gla, padding and a state": (
+        lambda: build(prior_type="gla"),
+        {"attention_mask": ONES.bool(), "return_state": True},
+        False,
+    ),
     "a state under gradients": (build, {"return_state": True}, False),
     "float32": (lambda: build(torch.float32), {}, False),
     "float16": (lambda: build(torch.float16), {}, False),
@@ -106,7 +111,7 @@ def test_only_what_the_fused_form_computes_fits(there, case):
         pytest.importorskip("triton")
     opened = call(layer, torch.randn(2, 5, 16).to(layer.value.weight.dtype), **marks)
     assert fused_layer.fits(layer, opened) is fits
-    if marks == {"return_state": True} and layer.config.prior_type == "softmax":
+    if "return_state" in marks and layer.config.prior_type == "softmax":
         with torch.no_grad():
             assert fused_layer.fits(layer, opened)
 

@@ -140,6 +140,7 @@ def _check_marks(name: str, marks: Tensor | None, shape: tuple[int, int], device
         raise ValueError(f"{name} must have shape (batch, time) = {shape}, got {tuple(marks.shape)}.")
 
 
+@shared
 def _as_bool(mask: Tensor, name: str) -> Tensor:
     """A mask of 0 and 1 as booleans. Raises on floats and, where it may look, on other numbers."""
     if mask.is_floating_point() or mask.is_complex():
