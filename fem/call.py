@@ -62,7 +62,7 @@ class Call(NamedTuple):
         tokens, x = self.tokens, self.x
         if tokens.keep is None or self.memory is not None or not config.causal or config.window is not None:
             return self
-        if exporting() or transformed(x):  # a graph sorts nothing, and transforms know no function of ours
+        if exporting() or transformed(x):  # which know no autograd function of ours
             return self
         tokens, order = kept_first(tokens.keep, tokens.document)
         return self._replace(x=order.kept_first(x), tokens=tokens, order=order)

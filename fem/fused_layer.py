@@ -62,7 +62,7 @@ def _softmax_reads(layer, call: Call) -> bool:
     if _bounded(layer, call):
         narrow = max(config.key_width, config.read_width) <= WIDEST
         return narrow and keep is None and call.memory is None and not torch.compiler.is_compiling()
-    if keep is not None and not config.causal:
+    if keep is not None and (call.memory is None or not config.causal):
         return False
     if call.memory or (call.memory is not None and torch.is_grad_enabled()):
         return False
