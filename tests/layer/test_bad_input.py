@@ -228,6 +228,7 @@ TABLE = [
     (PRIORS["softmax"], {"config": None}, TypeError, "config must be a FreeEnergyMixerConfig, got a NoneType"),
     (PRIORS["gla"], {"config": config()}, ValueError, "config must have prior_type='gla' .* got 'softmax'"),
     (operator, {"op": lambda x: x.cumsum(1) + 1}, ValueError, "op must be linear"),
+    (operator, {"op": lambda x: x.cumsum(1).relu()}, ValueError, "op must be linear"),
     (operator, {"op": lambda x: x.flip(1).cumsum(1).flip(1)}, ValueError, "op must be causal"),
     (operator, {"op": lambda x: x.cumsum(1) + 0.1 * x.cumsum(1).roll(1, 2)}, ValueError, "op must leave channels"),
     # Calling a layer.
