@@ -76,12 +76,17 @@ class Prior(nn.Module, ABC):
     def forward(self, *inputs):
         """`read`, as a module's call: hooks that load parameters when it is called, such as accelerate's, know it."""
         found = self.read(*inputs)
-        pair = type(found) is tuple
+        pair = type(found) is tuple and isinstance(found[0], Read)
         if not pair or (inputs[4] is not None and not isinstance(found[1], dict)):
-            got = "no dict" if pair else type(found).__name__
+            got = "no dict" if pair else type(found[0] if type(found) is tuple else found).__name__
             raise TypeError(
                 f"read of the prior {self.name!r} must return a Read and the memory after it, which is a dict where "
                 f"memory is one, got {got}."
+            )
+        if (found[0].free_energy is None) != (inputs[2] is None):
+            raise ValueError(
+                f"read of the prior {self.name!r} must return a free energy, or None where beta is None, got "
+                f"{'None' if found[0].free_energy is None else 'one without a beta'}."
             )
         return found
 

@@ -43,12 +43,13 @@ class SelectiveSSM(nn.Module):
         self.reset_parameters()
         mark_undecayed(self)
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        half_lives = torch.logspace(0, math.log2(LONGEST_MEMORY), self.a.shape[-1], base=2, device=self.a.device)
-        rates = 1 / half_lives  # Delta starts at softplus(0) = log 2, so half is left after a half-life
-        self.a.copy_(_inverse_softplus(rates).expand_as(self.a))
-        self.d.copy_(_inverse_softplus(torch.ones_like(self.d)))
+        rank = self.a.shape[-1]
+        for state in range(rank):  # by a function that takes sharded parameters, too
+            half_life = LONGEST_MEMORY ** (state / max(1, rank - 1))
+            # Delta starts at softplus(0) = log 2, so half is left after a half-life
+            nn.init.constant_(self.a[..., state], _inverse_softplus(1 / half_life))
+        nn.init.constant_(self.d, _inverse_softplus(1))
 
     def maps(self) -> list[nn.Module]:
         return [self.delta, self.b, self.c]
@@ -103,10 +104,11 @@ class InteractiveMambaPrior(Prior):
     def maps(self):
         return self.ssm.maps()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        one = torch.eye(self.mixing.shape[-1], device=self.mixing.device)
-        self.mixing.copy_(_inverse_softplus(one + (1 - one) * 0.1 / len(one)).expand_as(self.mixing))
+        width = self.mixing.shape[-1]
+        nn.init.constant_(self.mixing, _inverse_softplus(0.1 / width))
+        for channel in range(width):
+            nn.init.constant_(self.mixing[:, channel, channel], _inverse_softplus(1))
 
     @staticmethod
     def beta_shape(config: FreeEnergyMixerConfig) -> tuple[int, ...]:
@@ -136,5 +138,5 @@ class InteractiveMambaPrior(Prior):
         return pairs, values[:, None, :, None].expand_as(pairs)
 
 
-def _inverse_softplus(y: Tensor) -> Tensor:
-    return y + torch.log(-torch.expm1(-y))
+def _inverse_softplus(y: float) -> float:
+    return y + math.log(-math.expm1(-y))

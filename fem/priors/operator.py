@@ -128,10 +128,10 @@ class OperatorPrior(Prior):
         generator = torch.Generator().manual_seed(0)
         x, factor = (torch.rand(shape, generator=generator).to(like) for shape in (like.shape, like.shape[-1:]))
         x, past = x**8, torch.arange(x.shape[1], device=x.device)[:, None] < (x.shape[1] + 1) // 2
-        total, before, after, scaled = (self._run(part) for part in (x, x * past, x * ~past, x * factor))
+        total, negated, after, scaled = (self._run(part) for part in (x, -x * past, x * ~past, x * factor))
         for wanted, error in {
             "be non-negative, got a negative weight or NaN; pass its weights through a softplus": total.clamp(max=0),
-            "be linear, got op(x + y) that is not op(x) + op(y)": total - before - after,
+            "be linear, got op(x + y) that is not op(x) + op(y)": total + negated - after,
             "be causal, got a result for a token that depends on later ones": after * past,
             "leave channels apart, got a result in one channel that depends on another": scaled - total * factor,
         }.items():

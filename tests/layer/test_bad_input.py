@@ -9,7 +9,7 @@ import torch
 
 import fem
 from fem import FreeEnergyCrossMixer, FreeEnergyMixer, FreeEnergyMixerConfig, FreeEnergyPooling, MixerState, theory
-from fem.functional import channel_scan_read, decay_scan, keyed_scan_read, softmax_read, ssm_read
+from fem.functional import Read, channel_scan_read, decay_scan, keyed_scan_read, softmax_read, ssm_read
 from fem.priors import PRIORS, OperatorPrior, Prior
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
@@ -213,6 +213,8 @@ TABLE = [
     (own, {"change": lambda read, memory: read}, TypeError, "read of the prior 'linear' must return .* got Read"),
     (own, {"change": lambda read, memory: (read, None)}, TypeError, "read of the prior 'linear' .* got no dict"),
     (own, {"change": lambda read, memory: None}, TypeError, "read of the prior 'linear' must return .* got NoneType"),
+    (own, {"change": lambda read, memory: (read.mean, memory)}, TypeError, "read of the prior .* a Read .* got Tensor"),
+    (own, {"change": lambda read, memory: (Read(read.mean, None), memory)}, ValueError, "a free energy.* got None"),
     (lambda: layer(PRIORS["softmax"](config(window=2))), {}, ValueError, "prior must be built .*got window=2"),
     (OperatorPrior, {"op": "cumsum"}, TypeError, "op must be a function or module .* got 'cumsum'"),
     (operator, {"op": lambda x: x.cumsum(1).double()}, TypeError, "op must return .*32, got torch.float64"),
@@ -228,6 +230,7 @@ TABLE = [
     (PRIORS["softmax"], {"config": None}, TypeError, "config must be a FreeEnergyMixerConfig, got a NoneType"),
     (PRIORS["gla"], {"config": config()}, ValueError, "config must have prior_type='gla' .* got 'softmax'"),
     (operator, {"op": lambda x: x.cumsum(1) + 1}, ValueError, "op must be linear"),
+    (operator, {"op": lambda x: x.cumsum(1).relu()}, ValueError, "op must be linear"),
     (operator, {"op": lambda x: x.flip(1).cumsum(1).flip(1)}, ValueError, "op must be causal"),
     (operator, {"op": lambda x: x.cumsum(1) + 0.1 * x.cumsum(1).roll(1, 2)}, ValueError, "op must leave channels"),
     # Calling a layer.

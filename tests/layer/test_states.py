@@ -5,8 +5,11 @@ import io
 
 import pytest
 import torch
-from layers import FAMILIES, TIME, WIDTH, make_layer, some_pairs, tokens
+import torch.distributed as dist
+from layers import FAMILIES, HEADS, TIME, WIDTH, make_layer, some_pairs, tokens
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig, MixerState
 
@@ -206,3 +209,29 @@ def test_meta_layers_have_shapes_and_meet_no_real_tensors(family):
     assert (y.shape, y.device.type) == (x.shape, "meta")
     with pytest.raises(ValueError, match="x must be on the layer's device, meta, got x on cpu"):
         layer(x)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@families
+def test_a_layer_that_was_sharded_without_values_starts_as_one_that_was_built(family, mesh):
+    config = FreeEnergyMixerConfig(n_embd=WIDTH, n_head=HEADS, **FAMILIES[family])
+    built, other = (dict(FreeEnergyMixer(config).named_parameters()) for _ in range(2))
+    layer = FreeEnergyMixer(config, device="meta")
+    fully_shard(layer, mesh=mesh).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(torch.nan)
+    for part in layer.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+    for name, parameter in layer.named_parameters():
+        value = parameter.full_tensor()
+        assert value.isfinite().all()
+        assert torch.equal(value, built[name]) or not torch.equal(built[name], other[name]), name  # the rest is drawn

@@ -134,6 +134,11 @@ def test_a_fresh_mixer_is_causal_as_the_call_is_or_refused(implementation):
         plain(tokens())
     lively(replace_attention(causal, "gla", preserve=False, causal=True))
     close(causal(tokens()).last_hidden_state[:, :7], causal(tokens()[:, :7]).last_hidden_state, 1e-5)
+    encoder = bert()
+    encoder.set_attn_implementation(implementation)
+    replace_attention(encoder, "gla", preserve=False, causal=True)
+    with pytest.raises(ValueError, match=r"got (False|one that hides or shows .*); pass preserve=True to replace"):
+        encoder(tokens(), attention_mask=PADDED)
 
 
 def test_fresh_mixers_read_masks_of_any_low_number_and_refuse_what_they_cannot():
@@ -148,7 +153,7 @@ def test_fresh_mixers_read_masks_of_any_low_number_and_refuse_what_they_cannot()
     for mask in (prefix, hole):
         with pytest.raises(ValueError, match=r"must only hide .*later tokens, got one that hides or shows"):
             model(tokens(1), attention_mask=mask[None, None])
-    with pytest.raises(ValueError, match="got one that adds numbers to scores"):
+    with pytest.raises(ValueError, match="got one that adds numbers to scores; pass preserve=True to replace"):
         model(tokens(1), attention_mask=torch.where(hole, -0.5, -1e9)[None, None])
 
 

@@ -42,7 +42,9 @@ class MixerAttention(nn.Module):
         if attention_mask is not None:
             keep, segments = tokens_of(attention_mask, time, causal)
         elif time > 1 and (self.is_causal if is_causal is None else is_causal) != causal:
-            raise ValueError(f"is_causal must be {causal}, as this mixer was built, got {not causal}; {OTHERWISE}.")
+            raise ValueError(
+                f"is_causal must be {causal}, as this mixer was built, got {not causal}; {OTHERWISE[causal]}."
+            )
         if past_key_values is None:
             return self.resid_dropout(self.mixer(hidden_states, keep, segments)), None
         if isinstance(past_key_values, EncoderDecoderCache):

@@ -9,7 +9,10 @@ from torch import Tensor
 from fem.ops.common.tokens import last_kept_before
 
 BY_MASKS = "call model.set_attn_implementation('sdpa'), which passes such a mask"
-OTHERWISE = "pass causal=True to replace_attention if the model is called as a causal one, or preserve=True"
+OTHERWISE = {  # by whether the mixer is causal
+    False: "pass causal=True to replace_attention if the model is called as a causal one, or preserve=True",
+    True: "pass preserve=True to replace_attention",
+}
 LEAST = -1e3  # added to a score, it leaves no weight
 
 
@@ -21,7 +24,7 @@ def check_mask(attention_mask, keys: int, further: dict) -> None:
     if attention_mask is not None:
         if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
             got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(f"attention_mask must have 4 dimensions, got {got}; {BY_MASKS}.")
+            raise ValueError(f"attention_mask must have 4 dimensions, got {got}; {BY_MASKS}, or pass preserve=True.")
         return
     window, position = further.get("sliding_window"), further.get("position_ids")
     if window is not None and window < keys:
@@ -62,6 +65,6 @@ def tokens_of(mask: Tensor, time: int, causal: bool) -> tuple[Bool[Tensor, "b t"
             got = "adds numbers to scores" if biased else "hides or shows other tokens"
             raise ValueError(
                 f"attention_mask must only hide padding, other documents and tokens before a window{later}, got one "
-                f"that {got}; {OTHERWISE}."
+                f"that {got}; {OTHERWISE[causal or biased]}."
             )
     return keep, document
