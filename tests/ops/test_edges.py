@@ -251,3 +251,16 @@ def test_a_small_beta_of_softmax_has_its_gradient(beta, within):
     mine, exact = call.leaves(), call.leaves(torch.float64)
     slope = lambda call, read: torch.autograd.grad((read.free_energy * weights).sum(), call.arguments["beta"])[0]  # noqa: E731
     assert relative(slope(mine, mine.read()), slope(exact, exact.definition())) < within
+
+
+def test_a_decay_of_any_strength_is_read_in_both_directions():
+    """A spike behind decays of a thousand nats a step: in the second direction, too, its weight is not lost."""
+    torch.manual_seed(0)
+    q, k = torch.rand(2, 2, 12, 3, 5).unbind(0)
+    g = -1000 * torch.rand(2, 12, 3).square()
+    v, beta = torch.randn(2, 12, 3, 4), torch.rand(3, 4) + 0.5
+    v[:, ::4] += 1500.0
+    wanted = keyed_scan_read(*(x.double() for x in (q, k, v, beta, g)), causal=False, backend="reference")
+    found = keyed_scan_read(q, k, v, beta, g, causal=False)
+    assert relative(found.free_energy, wanted.free_energy) < 1e-5
+    assert relative(found.mean, wanted.mean) < 1e-5

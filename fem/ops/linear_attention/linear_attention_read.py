@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import scan_backend
 from fem.ops.common.precision import compute_dtype
-from fem.ops.common.read import Read, Terms, read_free
+from fem.ops.common.read import LOG_ZERO, Read, Terms, read_free
 from fem.ops.common.scan import ScanCall, memory_before
 from fem.ops.common.tokens import Tokens, filled
 from fem.ops.linear_attention.chunked import LINEAR_SCAN
@@ -51,13 +51,15 @@ def _linear_one_way(
 ) -> tuple[Terms, dict[str, Tensor]]:
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     q, k, v, f, g = _kept(q, k, v, f, log_decay, tokens)
-    beta = beta.to(compute_dtype(q, k, v, g))
+    beta, last = beta.to(compute_dtype(q, k, v, g)), None
     if not present:
-        q, k, v, f = _delayed(q, k, v, f, g, tokens.start)
+        q, k, v, f, g, last = _delayed(q, k, v, f, g, tokens.start)
     cells = k.shape[0], *k.shape[2:]
     memory = memory_before(state, beta, (*cells, 1), (*cells, v.shape[-1]), (*cells, f.shape[-1]))
     x = LinearInputs(q, k, g, tokens.start, v, f, beta)
     terms, after = LINEAR_SCAN(memory, backend, x, stateless=state is None)
+    if last is not None:
+        terms = terms._replace(log_weight=(terms.log_weight + last).clamp_min(LOG_ZERO))
     return terms, after._replace(log_weight=after.log_weight.squeeze(-1))._asdict()
 
 
@@ -71,11 +73,18 @@ def _kept(q, k, v, f, log_decay, tokens: Tokens) -> tuple[Tensor | None, ...]:
     return q, k, filled(v, keep), filled(f, keep), g
 
 
-def _delayed(q, k, v, f, g, opens) -> tuple[Tensor, ...]:
-    """Keys and values that each come one token later, and so are never read by their own; nor does a first one read."""
+def _delayed(q, k, v, f, g, opens) -> tuple[Tensor | None, ...]:
+    """Keys and values that each come one token later, and so are never read by their own; nor does a first one read.
+
+    Their decays come later with them, but for that into the row's own token: a factor of the query, of which the most
+    that a channel has is returned as a logarithm for the row's weight, since in float32 it may be 0.
+    """
     later = lambda x: torch.cat([x[:, :1], x[:, :-1]], 1)  # noqa: E731
-    k, v, f = F.pad(k[:, :-1], (0, 0, 0, 0, 1, 0)), later(v), later(f)
-    q, k = F.pad(q[:, 1:], (0, 0, 0, 0, 1, 0)), k if g is None else k * g.exp()
+    from_zero = lambda x: F.pad(x, (0, 0, 0, 0, 1, 0))  # noqa: E731
+    q, k, v, f, last = from_zero(q[:, 1:]), from_zero(k[:, :-1]), later(v), later(f), None
+    if g is not None:
+        last = g.detach().amax(-1, keepdim=True)
+        q, g = q * (g - last).exp(), from_zero(g[:, :-1])
     if opens is not None:
         q, k = (torch.where(opens[:, :, None, None], 0, x) for x in (q, k))
-    return q, k, v, f
+    return q, k, v, f, g, last
