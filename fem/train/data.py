@@ -53,13 +53,23 @@ def local_files(data: str) -> list[Path] | None:
     path = Path(data)
     if not path.exists():
         return None
-    inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+    inside = sorted(contents(path)) if path.is_dir() else [path]
     files = [p for p in inside if p.suffix.lower() in FORMATS]
     if not files:
         raise ValueError(f"data must be {', '.join(FORMATS)} or a folder of such files, got {data!r}.")
     if strange := [p for p in files if not p.is_file()]:
         raise ValueError(f"data must be regular files, got {str(strange[0])!r}, a pipe, device or folder.")
     return files
+
+
+def contents(folder: Path) -> Iterator[Path]:
+    """All that a folder and those in it hold. Raises ValueError on one that may not be read; `rglob` leaves it out."""
+
+    def refuse(error: OSError):
+        raise ValueError(f"data must be readable, got {error.filename!r}: {error.strerror}.") from error
+
+    for where, folders, names in os.walk(folder, onerror=refuse):
+        yield from (Path(where, name) for name in (*folders, *names))
 
 
 def check_data(recipe: TrainRecipe, output: Path) -> None:
@@ -85,10 +95,12 @@ def say_unread(recipe: TrainRecipe) -> None:
     if recipe.tokenizer is not None and recipe.vocabulary != TrainRecipe.vocabulary:
         note(f"the tokenizer given has its own entries, so vocabulary = {recipe.vocabulary} is not read.")
     if files is not None and Path(recipe.data).is_dir():
-        others = sorted({p.name for p in Path(recipe.data).rglob("*") if p.is_file() and p not in files})
+        leaves = (p for p in contents(Path(recipe.data)) if p.is_symlink() or not p.is_dir())
+        others = sorted({p.name for p in leaves if p not in files})
         if others:
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            note(f"files of other kinds in {recipe.data!r} are not read: {', '.join(others[:3])}{more}.")
+            what = f"files of other kinds and links to folders in {recipe.data!r}"
+            note(f"{what} are not read: {', '.join(others[:3])}{more}.")
 
 
 def documents(recipe: TrainRecipe) -> list[tuple[IterableDataset, str]]:

@@ -170,9 +170,25 @@ def test_a_folder_gives_the_documents_of_its_files_in_order(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("\ufeffone\n\ntwo", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": "two", "id": 1}\n')
     (tmp_path / "notes.csv").write_text("no document")
+    (tmp_path / "more").symlink_to(tmp_path, target_is_directory=True)
     assert texts_of(tiny(tmp_path)) == ["one\n\ntwo", "two", "three", "four"]
     lm_data.say_unread(tiny(tmp_path))
-    assert "are not read: notes.csv" in capsys.readouterr().err
+    assert "are not read: more, notes.csv" in capsys.readouterr().err
+
+
+def test_a_folder_that_may_not_be_read_is_refused_and_not_left_out(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "closed").mkdir()
+    scan = os.scandir
+
+    def closed(where):
+        if os.path.basename(where) == "closed":
+            raise PermissionError(13, "Permission denied", str(where))
+        return scan(where)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(ValueError, match=r"^data must be readable, got '.*closed': Permission denied\.$"):
+        lm_data.local_files(str(tmp_path))
 
 
 def expected_rows(texts, tokenizer, context):
