@@ -118,6 +118,8 @@ def documents(recipe: TrainRecipe) -> list[tuple[IterableDataset, str]]:
             part = load_dataset(kind, data_files=[str(path) for path in some], split="train", streaming=True, **how)
             parts.append((part, "text" if kind == "text" else recipe.field))
         firsts = [(next(iter(part), None), field) for part, field in parts]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data must be UTF-8, got {unfit(recipe)!r} with other bytes.") from error
     except Exception as error:  # what `datasets` raises differs by file, connection and version
         told = f"data must be a file, a folder or a dataset of the hub, got {recipe.data!r}: {first_line(error)}"
         raise ValueError(told) from error
@@ -153,8 +155,10 @@ def texts_of(recipe: TrainRecipe, part: IterableDataset, field: str) -> Iterator
                 told = "null" if text is None else f"a {type(text).__name__}"
                 raise ValueError(f"every record must have text in {field!r}, got {told}; name the field with --field.")
             if "\0" in text:
-                raise ValueError("text must be plain text, got zero bytes, as binary files have.")
+                raise ValueError(f"data must be plain text, got {unfit(recipe)!r} with zero bytes.")
             yield text
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data must be UTF-8, got {unfit(recipe)!r} with other bytes.") from error
     except (GeneratorExit, ValueError):
         raise
     except Exception as error:
@@ -162,6 +166,20 @@ def texts_of(recipe: TrainRecipe, part: IterableDataset, field: str) -> Iterator
             told = f"{recipe.data!r} can no longer be read ({first_line(error)}); its tokens so far are saved"
             raise Paused(told) from error
         raise ValueError(f"data cannot be read, got {recipe.data!r}: {first_line(error)}") from error
+
+
+def unfit(recipe: TrainRecipe) -> str:
+    """The first local file that is no UTF-8 or has a zero byte: `datasets` does not say which file it reads."""
+    for path in local_files(recipe.data) or ():
+        if path.suffix.lower() == ".parquet":
+            continue
+        try:
+            if "\0" not in path.read_text(encoding="utf-8"):
+                continue
+        except UnicodeDecodeError:
+            pass
+        return str(path)
+    return recipe.data
 
 
 def digest(path: Path) -> str:

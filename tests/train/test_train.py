@@ -295,6 +295,17 @@ def test_files_that_hold_no_text_are_refused_in_a_sentence_and_leave_nothing(tmp
     assert (tmp_path / "mine").exists()
 
 
+@pytest.mark.parametrize("name", ["binary.txt", "latin.txt"])
+@pytest.mark.parametrize("place", ["a", "z"])  # before the other file and behind it
+def test_of_a_folder_the_file_that_is_no_text_is_named(tmp_path, name, place):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "b.txt").write_text("one")
+    (folder / f"{place}-{name}").write_bytes(UNFIT[name])
+    with pytest.raises(ValueError, match=rf"^data must be .*{place}-{name}' with "):
+        train.run(tiny(folder), tmp_path / "run")
+
+
 def test_a_tokenizer_without_an_end_is_refused(tmp_path, data, tokenizer):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(ValueError, match="must have an end-of-text token"):
