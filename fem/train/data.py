@@ -53,13 +53,23 @@ def local_files(data: str) -> list[Path] | None:
     path = Path(data)
     if not path.exists():
         return None
-    inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+    inside = sorted(contents(path)) if path.is_dir() else [path]
     files = [p for p in inside if p.suffix.lower() in FORMATS]
     if not files:
         raise ValueError(f"data must be {', '.join(FORMATS)} or a folder of such files, got {data!r}.")
     if strange := [p for p in files if not p.is_file()]:
         raise ValueError(f"data must be regular files, got {str(strange[0])!r}, a pipe, device or folder.")
     return files
+
+
+def contents(folder: Path) -> Iterator[Path]:
+    """All that a folder and those in it hold. Raises ValueError on one that may not be read; `rglob` leaves it out."""
+
+    def refuse(error: OSError):
+        raise ValueError(f"data must be readable, got {error.filename!r}: {error.strerror}.") from error
+
+    for where, folders, names in os.walk(folder, onerror=refuse):
+        yield from (Path(where, name) for name in (*folders, *names))
 
 
 def check_data(recipe: TrainRecipe, output: Path) -> None:
@@ -85,10 +95,12 @@ def say_unread(recipe: TrainRecipe) -> None:
     if recipe.tokenizer is not None and recipe.vocabulary != TrainRecipe.vocabulary:
         note(f"the tokenizer given has its own entries, so vocabulary = {recipe.vocabulary} is not read.")
     if files is not None and Path(recipe.data).is_dir():
-        others = sorted({p.name for p in Path(recipe.data).rglob("*") if p.is_file() and p not in files})
+        leaves = (p for p in contents(Path(recipe.data)) if p.is_symlink() or not p.is_dir())
+        others = sorted({p.name for p in leaves if p not in files})
         if others:
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            note(f"files of other kinds in {recipe.data!r} are not read: {', '.join(others[:3])}{more}.")
+            what = f"files of other kinds and links to folders in {recipe.data!r}"
+            note(f"{what} are not read: {', '.join(others[:3])}{more}.")
 
 
 def documents(recipe: TrainRecipe) -> list[tuple[IterableDataset, str]]:
@@ -106,6 +118,8 @@ def documents(recipe: TrainRecipe) -> list[tuple[IterableDataset, str]]:
             part = load_dataset(kind, data_files=[str(path) for path in some], split="train", streaming=True, **how)
             parts.append((part, "text" if kind == "text" else recipe.field))
         firsts = [(next(iter(part), None), field) for part, field in parts]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data must be UTF-8, got {unfit(recipe)!r} with other bytes.") from error
     except Exception as error:  # what `datasets` raises differs by file, connection and version
         told = f"data must be a file, a folder or a dataset of the hub, got {recipe.data!r}: {first_line(error)}"
         raise ValueError(told) from error
@@ -141,8 +155,10 @@ def texts_of(recipe: TrainRecipe, part: IterableDataset, field: str) -> Iterator
                 told = "null" if text is None else f"a {type(text).__name__}"
                 raise ValueError(f"every record must have text in {field!r}, got {told}; name the field with --field.")
             if "\0" in text:
-                raise ValueError("text must be plain text, got zero bytes, as binary files have.")
+                raise ValueError(f"data must be plain text, got {unfit(recipe)!r} with zero bytes.")
             yield text
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data must be UTF-8, got {unfit(recipe)!r} with other bytes.") from error
     except (GeneratorExit, ValueError):
         raise
     except Exception as error:
@@ -150,6 +166,20 @@ def texts_of(recipe: TrainRecipe, part: IterableDataset, field: str) -> Iterator
             told = f"{recipe.data!r} can no longer be read ({first_line(error)}); its tokens so far are saved"
             raise Paused(told) from error
         raise ValueError(f"data cannot be read, got {recipe.data!r}: {first_line(error)}") from error
+
+
+def unfit(recipe: TrainRecipe) -> str:
+    """The first local file that is no UTF-8 or has a zero byte: `datasets` does not say which file it reads."""
+    for path in local_files(recipe.data) or ():
+        if path.suffix.lower() == ".parquet":
+            continue
+        try:
+            if "\0" not in path.read_text(encoding="utf-8"):
+                continue
+        except UnicodeDecodeError:
+            pass
+        return str(path)
+    return recipe.data
 
 
 def digest(path: Path) -> str:

@@ -170,9 +170,25 @@ def test_a_folder_gives_the_documents_of_its_files_in_order(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("\ufeffone\n\ntwo", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": "two", "id": 1}\n')
     (tmp_path / "notes.csv").write_text("no document")
+    (tmp_path / "more").symlink_to(tmp_path, target_is_directory=True)
     assert texts_of(tiny(tmp_path)) == ["one\n\ntwo", "two", "three", "four"]
     lm_data.say_unread(tiny(tmp_path))
-    assert "are not read: notes.csv" in capsys.readouterr().err
+    assert "are not read: more, notes.csv" in capsys.readouterr().err
+
+
+def test_a_folder_that_may_not_be_read_is_refused_and_not_left_out(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "closed").mkdir()
+    scan = os.scandir
+
+    def closed(where):
+        if os.path.basename(where) == "closed":
+            raise PermissionError(13, "Permission denied", str(where))
+        return scan(where)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(ValueError, match=r"^data must be readable, got '.*closed': Permission denied\.$"):
+        lm_data.local_files(str(tmp_path))
 
 
 def expected_rows(texts, tokenizer, context):
@@ -277,6 +293,17 @@ def test_files_that_hold_no_text_are_refused_in_a_sentence_and_leave_nothing(tmp
         assert "\n" not in str(told.value)
     assert not (tmp_path / "run").exists()
     assert (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("name", ["binary.txt", "latin.txt"])
+@pytest.mark.parametrize("place", ["a", "z"])  # before the other file and behind it
+def test_of_a_folder_the_file_that_is_no_text_is_named(tmp_path, name, place):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "b.txt").write_text("one")
+    (folder / f"{place}-{name}").write_bytes(UNFIT[name])
+    with pytest.raises(ValueError, match=rf"^data must be .*{place}-{name}' with "):
+        train.run(tiny(folder), tmp_path / "run")
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path, data, tokenizer):
