@@ -5,6 +5,8 @@ import jaxtyping
 import pytest
 import shape_checks
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 with torch.device("meta"):
     torch.empty(0)  # torch keeps a list of what makes tensors: of its own functions, not of those that a test put there
@@ -51,3 +53,12 @@ def poisoned(request, monkeypatch):
 
     for owner, name in ((torch.Tensor, "new_empty"), (torch, "empty_like"), (torch, "empty")):
         monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    """A process group of one."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()

@@ -5,10 +5,8 @@ import io
 
 import pytest
 import torch
-import torch.distributed as dist
 from layers import FAMILIES, HEADS, TIME, WIDTH, make_layer, some_pairs, tokens
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig, MixerState
@@ -209,14 +207,6 @@ def test_meta_layers_have_shapes_and_meet_no_real_tensors(family):
     assert (y.shape, y.device.type) == (x.shape, "meta")
     with pytest.raises(ValueError, match="x must be on the layer's device, meta, got x on cpu"):
         layer(x)
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @families

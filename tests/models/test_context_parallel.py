@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
 from own_priors import MeanPrior
 from test_engines import small_model, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.models.context import context_parallel, own_part
 from fem.models.loss import next_tokens
 from fem.priors import OperatorPrior
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("prior", ["softmax", "gla"])
