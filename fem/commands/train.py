@@ -45,7 +45,7 @@ def command(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # before training: an exception in a destructor would be lost
     try:
         results = run(chosen, output, resume == "auto")
-        _say(ending(results["train"], output))
+        _say(ending(results["train"], output, inspectable=chosen.architecture is None))
     except Paused as stopped:
         _say(f"{stopped}; to go on: {again()}")
         raise typer.Exit(stopped.code) from None
@@ -54,7 +54,7 @@ def command(
         raise typer.Exit(130) from None
 
 
-def ending(trained: dict, output: Path) -> str:
+def ending(trained: dict, output: Path, inspectable: bool) -> str:
     """A finished training's losses, the folder of its model, and the commands to type next."""
     from fem.train.checkpoints import newest
 
@@ -64,11 +64,10 @@ def ending(trained: dict, output: Path) -> str:
         if trained.get(name) is not None
     ]
     folder = shlex.quote(str(output))
+    inspect = f'; fem inspect --model {folder} --text "..."' if inspectable else ""
     return (
         f"finished: {', '.join(losses)} nats per token. The model is in {newest(output)}: from_pretrained and vllm "
-        f"serve open that folder.\n"
-        f'next: fem generate --model {folder} --prompt "..."; '
-        f'fem inspect --model {folder} --text "..."'
+        f'serve open that folder.\nnext: fem generate --model {folder} --prompt "..."{inspect}'
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -61,6 +61,19 @@ def model_config(recipe: TrainRecipe, vocabulary: int) -> PreTrainedConfig:
         with torch.device("meta"):
             _built(f"the model {config.model_type!r}", lambda: AutoModelForCausalLM.from_config(config))
     return config
+
+
+def check_causal(architecture: str, model: PreTrainedModel, ids: Tensor) -> None:
+    """Raises ValueError where logits change with a later token of `ids` (T,): the loss would be of what is seen."""
+    rows = ids[:8].repeat(2, 1).to(model.device)
+    rows[1, -1] = (rows[0, -1] + 1) % model.config.vocab_size
+    with torch.no_grad():
+        one, other = model.eval()(input_ids=rows).logits[:, :-1]
+    if (one - other).abs().max() > 1e-4 * one.abs().max():
+        raise ValueError(
+            f"architecture must be a causal language model, got {architecture!r}, whose tokens see later ones; some "
+            "are causal with --model-fields '{\"is_decoder\": true}'."
+        )
 
 
 def know(model_type: str) -> bool:

@@ -27,7 +27,7 @@ from fem.provenance import CONFIG, RESULTS, check_output, circumstances, note, r
 from fem.train.checkpoints import STAGING, newest, one_writer, step_of
 from fem.train.data import TOKENS, check_data, identity, load_rows, load_tokenizer, say_unread, write_tokens
 from fem.train.metrics import ADVICE, Metrics, summary
-from fem.train.model import build_model, model_config
+from fem.train.model import build_model, check_causal, model_config
 from fem.train.recipe import TrainRecipe, differences
 from fem.train.saving import NotFinite, SavingTrainer, kept
 from fem.train.signals import Paused, SaveAndStop, end_process_group
@@ -158,6 +158,9 @@ def fit(recipe: TrainRecipe, output: Path, args: TrainingArguments) -> dict | Pa
         data_collator=default_data_collator,
         callbacks=[GoOn(), stop, metrics, *curves(output, args)],
     )
+    if recipe.architecture is not None:
+        with trainer.accelerator.autocast():
+            check_causal(recipe.architecture, model, train[0]["input_ids"])
     with stop:
         log = trainer.go_on()
     if stop.stopped_by and trainer.state.global_step < recipe.max_steps:

@@ -240,7 +240,9 @@ def test_a_default_warm_up_shrinks_to_fit():
 
 
 def test_a_finished_training_says_what_it_reached_and_what_comes_next(tmp_path):
-    said = train_command.ending({"train_loss": 2.5, "val_loss": 2.75}, tmp_path)
+    trained = {"train_loss": 2.5, "val_loss": 2.75}
+    said = train_command.ending(trained, tmp_path, inspectable=True)
     assert "training loss 2.5000, validation loss 2.7500 nats per token" in said
     for command in ("generate", "inspect"):
         assert f"fem {command} --model {tmp_path}" in said
+    assert "inspect" not in train_command.ending(trained, tmp_path, inspectable=False)

@@ -119,6 +119,15 @@ def test_what_no_library_can_build_is_refused_in_a_sentence(data, tmp_path, arch
         train.model_config(recipe, 300)
 
 
+def test_a_model_whose_tokens_see_later_ones_is_refused(data, tmp_path):
+    bert = SIZES | {"num_attention_heads": 2, "intermediate_size": 48}
+    recipe = tiny(data, architecture="bert", model=json.dumps(bert))
+    with pytest.raises(ValueError, match="must be a causal language model, got 'bert', whose tokens see later ones"):
+        train.run(recipe, tmp_path / "both")
+    causal = replace(recipe, model=json.dumps(bert | {"is_decoder": True}))
+    assert train.run(causal, tmp_path / "causal")["train"]["step"] == causal.max_steps
+
+
 def test_a_file_without_a_model_type_is_refused(data, tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"^architecture must be a config.json with a model_type, got "):
