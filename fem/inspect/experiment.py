@@ -28,7 +28,7 @@ def head_rows(layers: Sequence[LayerTables]) -> list[dict]:
             "head": head + 1,
             "tokens in prior": average(tables.prior_tokens, head),
             "tokens in posterior": average(tables.posterior_tokens, head),
-            "read most at the end": len(set(tables.read[head, :, -1].argmax(-1).tolist())),
+            "tokens at the end": len(set(tables.read[head, :, -1].argmax(-1).tolist())),
             "lambda": average(tables.lambda_, head),
             "beta": average(tables.beta, head),
             "hidden beta": average(tables.hidden_beta, head),
@@ -106,6 +106,6 @@ def run(folder: str, text: str, layers: str | None, output: Path) -> dict:
     (output / "inspect.html").write_text(explored, encoding="utf-8")
     results = {"model": folder, "tokens": tokens, "heads": rows}
     write_json(output / RESULTS, results)
-    title = f"What {len(tokens)} tokens read: means over channels and tokens; p: prior, q: posterior"
+    title = f"How many of {len(tokens)} tokens a head reads: means over channels and tokens"
     show_table(title, rows, "heads.csv")
     return results

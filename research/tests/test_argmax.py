@@ -198,7 +198,6 @@ def test_a_run_writes_its_recipe_scores_table_and_plot(tmp_path):
         }
     assert results["seed"] == 0
     assert results["versions"]["torch"] == version("torch")
-    assert results["seconds"] > 0
     config = json.loads((folder / "config.json").read_text())
     assert config["recipe"]["tokens"] == 7
     assert config["hardware"]["cores"] >= 1

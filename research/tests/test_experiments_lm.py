@@ -209,7 +209,7 @@ def test_the_demo_writes_everything_it_promises(text, tmp_path):
     demo.run(recipe, folder)
     results = json.loads((folder / "results.json").read_text())
     drawn_from = {"curves", "lm_curves", "reading"}
-    assert {"argmax", "lm", "versions", "seed", "seconds"} | drawn_from == results.keys()
+    assert {"argmax", "lm", "versions", "seed"} | drawn_from == results.keys()
     for name in ("fem", "softmax"):
         assert {"index_accuracy", "mse"} <= results["argmax"][name].keys()
         language = results["lm"][name]

@@ -604,6 +604,7 @@ def test_a_run_writes_what_it_promises_and_does_not_train_again(tmp_path, monkey
     assert "12 training and 6 held-out pictures of 3 classes" in page
     assert "fem vision --profile cifar --data colours" in page
     assert str(tmp_path) not in page
+    assert "| over attention, paired | by seed |" in page
     assert (output / "scores.png").read_bytes().startswith(b"\x89PNG")
     for name in ("config.json", "results.json", "metrics.jsonl", "table.csv", "table.md"):
         assert (output / name).stat().st_size

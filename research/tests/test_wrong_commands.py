@@ -13,7 +13,7 @@ from fem_research.commands import EXPERIMENTS
 
 WRONG = {  # by command: what is typed, and how the sentence begins
     "ablate": {
-        "--mixers attention,GLA": "--mixers must be from softmax+CLTG, ",
+        "--mixers attention,GLA": "--mixers must be from FEM, attention+CLT, ",
         "--mixers 'full +X'": "--mixers must be rows from full; -G; ",
         "--mixers ''": "--mixers and --learning-rates must name at least one each",
         "--mixers full-norm": "the softmax prior is normalised by definition; leave out '-norm'",
@@ -86,7 +86,7 @@ WRONG = {  # by command: what is typed, and how the sentence begins
         "--tasks ett-events": "the task ett-events needs its data: give --ett FILE.",
         "--tasks speakers": "the task speakers needs its data: give --play FILE.",
         "--tasks peak --ett ETTm1.csv": "--ett is data that none of the tasks reads",
-        "--tasks peak --mixers pool:max": "--mixers",
+        "--tasks peak,bags --mixers pool:max": "--mixers such as pool:mean pool a set; they need --tasks of bags and",
         "--initialisation best": "--initialisation must be",
         "--tasks peak --mixers attention --heads 5": "n_head must divide n_embd",
         "--tasks peak --mixers FEM --mlp-width 1": "softmax+CLTG has 3,560 parameters more than its baseline, ",

@@ -141,6 +141,7 @@ def test_the_most_divided_head_is_the_one_whose_channels_part():
     divided = LayerTables(**{**vars(even), "read": read})
     flat = LayerTables(**{**vars(even), "read": np.full_like(read, 1 / TIME)})
     assert by_division([flat, divided, flat])[0] == (1, 2)
+    assert [row["tokens at the end"] for row in inspect.head_rows([divided])] == [1, 1, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fem.config import MLPS
 from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive
 from fem_research.common.mixers import UNNORMALISED, canonical, fields_of, numbers, priors, taken_apart
+from fem_research.common.names import display
 
 if TYPE_CHECKING:
     from fem_research.lm.small import LanguageRecipe
@@ -62,7 +63,7 @@ def row_of(mixer: str, prior: str) -> str:
     own, parts, raw, options = taken_apart(canonical(mixer))
     row = next((row for row, found in ROWS.items() if found.parts == parts), None)
     if own != prior or row is None:
-        known = ", ".join(prior + (f"+{row.parts}" if row.parts else "") for row in ROWS.values())
+        known = ", ".join(display(prior + (f"+{row.parts}" if row.parts else "")) for row in ROWS.values())
         raise ValueError(f"mixers must be from {known}, with options such as /r8, got {mixer!r}; see --prior.")
     named = "/".join([row, *options])
     return (

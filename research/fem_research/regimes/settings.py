@@ -64,7 +64,7 @@ class RegimesRecipe:
                 raise ValueError(f"--{name} is data that none of the tasks reads, got --tasks {self.tasks}.")
         if set(POOLS) & set(self.rows) and not set(self.task_names) <= set(POOLED):
             raise ValueError(
-                f"mixers such as {POOLS[0]} pool a set; they need --tasks bags or speakers, got {self.tasks!r}."
+                f"mixers such as {POOLS[0]} pool a set; they need --tasks of bags and speakers, got {self.tasks!r}."
             )
         require_one_of("initialisation", self.initialisation, INITIALISATIONS)
         if not (self.rows and self.rates):

@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
@@ -41,7 +40,6 @@ class Run:
     def __init__(self, folder: Path, seed: int):
         self.folder = folder
         self.seed = seed
-        self.started = time.monotonic()
 
     def log(self, **metrics) -> None:
         """Append one measurement to metrics.jsonl."""
@@ -49,9 +47,8 @@ class Run:
             file.write(json.dumps(metrics) + "\n")
 
     def finish(self, results: dict) -> dict:
-        """Write the results to results.json, with versions, seed and the seconds since the last start; returns them."""
-        seconds = round(time.monotonic() - self.started, 1)
-        results = results | {"versions": versions(), "seed": self.seed, "seconds": seconds}
+        """Write the results to results.json, with versions and seed; returns them."""
+        results = results | {"versions": versions(), "seed": self.seed}
         write_json(self.folder / RESULTS, results)
         return results
 

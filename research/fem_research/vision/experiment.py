@@ -49,7 +49,7 @@ def table(records: Sequence[dict]) -> list[dict]:
     over = {mixer: "" if mixer == first else shown(seeds, percent[first], digits=2) for mixer, seeds in percent.items()}
     return [
         {"mixer": display(mixer), "top-1, %": 100 * score["accuracy"], "sd": spread(percent[mixer])}
-        | {f"over {display(first)}, paired": over[mixer], "seeds": by_seed(percent[mixer], ".1f")}
+        | {f"over {display(first)}, paired": over[mixer], "by seed": by_seed(percent[mixer], ".1f")}
         | {"loss, nats": score["loss"], "parameters": score["parameters"], "images/s": score["images_per_second"]}
         for mixer, score in scores.items()
     ]
