@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.call import Call
 from fem.functional import softmax_read
+from fem.fused_layer import fits
 from fem.ops.common.backend import found
 
 Row = dict[str, Any]
@@ -67,21 +69,18 @@ def scans(device: torch.device, prior: str) -> Iterator[Row]:
             ids = torch.arange(x.shape[1]).div(50, rounding_mode="floor").expand(len(x), -1)
             packed = partial(_against_float64, layer, x, limit, segment_ids=ids)
             yield outcome(f"{name}, documents", packed, dtype=str(dtype)[6:])
-            if device.type == "cuda" and not _waits(config, dtype, device):
+            if device.type == "cuda" and not _waits(layer, x):
                 yield outcome(f"{name}, captured train step", partial(_captured, layer, x), dtype=str(dtype)[6:])
         run = partial(_token_by_token, *built(config, device))
         yield outcome(f"{name}, token by token", run, dtype="float32")
 
 
-def _waits(config: FreeEnergyMixerConfig, dtype: torch.dtype, device: torch.device) -> bool:
+def _waits(layer: FreeEnergyMixer, x: Tensor) -> bool:
     """Whether a train step waits for the host to see a proof, which no CUDA graph holds."""
-    if config.prior_type not in ("linear", "gla"):
-        return "mamba" in config.prior_type and found("mamba_ssm")
-    if dtype != torch.bfloat16 or config.decay == "channel" or not (found("fla") and found("triton")):
-        return True
-    from fem.ops.linear_attention.kernel_read import miscompiled  # by Triton, which the library does not require
-
-    return miscompiled(device)
+    prior = layer.config.prior_type
+    if prior in ("linear", "gla"):
+        return not fits(layer, Call.open(layer, x, None, None, None, False))
+    return "mamba" in prior and found("mamba_ssm")
 
 
 def built(config, device, dtype: torch.dtype = torch.float32) -> tuple[FreeEnergyMixer, Tensor]:
