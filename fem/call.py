@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -30,8 +31,9 @@ def unknown_argument(name: str, *_) -> TypeError:
 
 
 class Call(NamedTuple):
-    """A layer's input with masked tokens set to 0, the tokens, and what the call before left behind.
+    """A layer's input, its tokens, and what the call before left behind.
 
+    x: as it came; with 0 for masked tokens once `masked` or `kept_first` was called.
     order: None, or how the tokens stand, where the kept ones come first.
     """
 
@@ -55,17 +57,22 @@ class Call(NamedTuple):
             tokens, position = read_tokens(*marks, before)
         memory = {} if return_state and state is None else None if state is None else state.memory
         hidden = None if state is None else state.conditioner
-        return cls(tokens.zero_masked(x), tokens, memory, hidden, position, layer.kind, return_state)
+        return cls(x, tokens, memory, hidden, position, layer.kind, return_state)
+
+    def masked(self) -> Call:
+        """The call with 0 for masked tokens."""
+        return self._replace(x=self.tokens.zero_masked(self.x))
 
     def kept_first(self, config) -> Call:
-        """The call in an order that needs no mask, where the layer is causal, has no window and keeps no state."""
+        """`masked`, and where the layer is causal, has no window and keeps no state, in an order that needs no mask."""
         tokens, x = self.tokens, self.x
         if tokens.keep is None or self.memory is not None or not config.causal or config.window is not None:
-            return self
+            return self.masked()
         if exporting() or transformed(x):  # which know no autograd function of ours
-            return self
+            return self.masked()
         tokens, order = kept_first(tokens.keep, tokens.document)
-        return self._replace(x=order.kept_first(x), tokens=tokens, order=order)
+        x = order.kept_first(x)  # before the zeros: inductor fails at the other order
+        return self._replace(x=torch.where(order.kept[..., None], x, 0), tokens=tokens, order=order)
 
     def in_order(self, o: Float[Tensor, "b t h d"]) -> Float[Tensor, "b t h d"]:
         """The mixed reads in the order of the layer's input; of masked tokens 0, where that is another one."""

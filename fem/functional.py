@@ -356,7 +356,7 @@ def _check_free_energy(v: Tensor, beta: Tensor | None, free_values: Tensor | Non
         check_floating("v", v, free_values=free_values)
         if free_values.dim() != 4 or free_values.shape[:3] != v.shape[:3]:
             raise ValueError(
-                f"free_values must have shape (batch, time, heads, d_f) = {(*v.shape[:3], 'd_f')}, "
+                f"free_values must have shape (batch, time, heads, d_f) = ({', '.join(map(str, v.shape[:3]))}, any), "
                 f"got {tuple(free_values.shape)}."
             )
         if beta is None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fem.call import Call
 from fem.gates import SlimProjection, first_map
-from fem.ops.common.backend import exporting, found, plain_map, plain_tensors, transformed, watched
+from fem.ops.common.backend import exporting, found, multiplies_bfloat16, plain_map, plain_tensors, transformed, watched
 from fem.ops.common.kept_first import kept_first
 from fem.ops.common.precision import product_dtype
 from fem.ops.softmax.card_attention import WIDEST
@@ -27,12 +27,12 @@ DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has
 
 
 def fits(layer, call: Call) -> bool:
-    """True if the fused kernels read this call: a whole sequence in bfloat16 on CUDA, by maps that no adapter, hook or
-    sharding has taken over, of a layer and under marks that its prior's kernels know.
+    """True if the fused kernels read this call: a whole sequence in bfloat16 on a card that multiplies it, by maps that
+    no adapter, hook or sharding has taken over, of a layer and under marks that its prior's kernels know.
     """
     config, x = layer.config, call.x
     reads = _READS.get(type(layer.prior))
-    if not available(x) or reads is None or config.value_logexp_cap is not None:
+    if not available(x) or reads is None or config.value_logexp_cap is not None or not multiplies_bfloat16(x.device):
         return False
     if not (0 < x.shape[0] <= _MOST_ROWS and 2 <= x.shape[1] <= _MOST_TOKENS):
         return False
@@ -105,7 +105,7 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
     tokens, order = call.tokens, None
     if tokens.keep is not None:  # in a cache, too, masked tokens may stand behind the kept ones
         tokens, order = kept_first(tokens.keep, None)
-        features, tokens = order.kept_first(features), replace(tokens, keep=order.kept_first(order.keep))
+        features, tokens = order.kept_first(features), replace(tokens, keep=order.kept)
     options, tensors = _softmax_options(layer, call.x), _tensors(layer, call, features)
     if call.memory is not None:
         o, k, v = prefill(options, *tensors)

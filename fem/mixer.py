@@ -127,7 +127,7 @@ class FreeEnergyMixer(FreeEnergyLayer):
         self, x: Float[Tensor, "b t d"], attention_mask: Tensor | None = None, segment_ids: Tensor | None = None
     ) -> Reading:
         """Tables of what the layer reads from x: O(T) reads and O(T^2) memory per channel, so only for small T."""
-        call = Call.open(self, x, attention_mask, segment_ids, None, False)
+        call = Call.open(self, x, attention_mask, segment_ids, None, False).masked()
         if 0 in x.shape[:2]:
             raise ValueError(f"inspect needs at least one row and one token, got x of shape {tuple(x.shape)}.")
         tokens = call.tokens

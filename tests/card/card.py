@@ -30,7 +30,6 @@ SM = int(os.environ.get("FAKE_SM", "90"))
 KERNELS = (of_softmax, doubt, of_conditioner, one_query_kernels, token_kernels, scan_kernels, doubtful_kernels)
 KERNELS += (feature_kernels, linear_token, channel_kernels, ssm_kernels, ssm_numbers_kernels, mix_token, part_kernels)
 KERNELS += (joined, row_maps)
-SHARED = {80: 163, 89: 99, 90: 227, 120: 99}  # KiB of shared memory that a program may ask for
 
 _loaded: list[tuple[str, bytes]] = []  # Triton's kernels, compiled
 _runtime = ctypes.CDLL("libcudart.so.13")
@@ -125,8 +124,9 @@ def pose() -> None:
             return 1, 1, 64, 0, 1024  # module, function, registers, spills, threads
 
         def get_device_properties(self, device):
-            processors = torch.cuda.get_device_properties(0).multi_processor_count
-            limits = {"max_shared_mem": SHARED[SM] << 10, "max_num_regs": 65536, "warpSize": 32}
+            card = torch.cuda.get_device_properties(0)
+            processors, shared = card.multi_processor_count, card.shared_memory_per_block_optin
+            limits = {"max_shared_mem": shared, "max_num_regs": 65536, "warpSize": 32}
             unknown = dict.fromkeys(("sm_clock_rate", "mem_clock_rate", "mem_bus_width"), 1)
             return limits | {"multiprocessor_count": processors} | unknown
 

@@ -22,6 +22,7 @@ card.pose()
 RECORDED = {(row["layer"], row["mode"]): row for row in json.loads(RECORD.read_text())["after"]}
 FULL = card.SM == 90  # on other cards: where the choice of a kernel, its code or its shared memory differs
 full = pytest.mark.skipif(not FULL, reason="chosen and compiled as on sm_90")
+bfloat16 = pytest.mark.skipif(card.SM < 80, reason="layers are fused in bfloat16, which this card does not multiply")
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,7 @@ def tokens(rows: int = 2, time: int = 256, width: int = 256) -> torch.Tensor:
     return torch.randn(rows, time, width, device="cuda", requires_grad=True)
 
 
+@bfloat16
 @pytest.mark.parametrize("name, mode", [
     (name, mode) for name, mode in RECORDED if FULL or ("eager" in mode and "mamba" not in name) or name == "softmax"
 ])  # fmt: skip
@@ -72,6 +74,7 @@ def captured(call, x: torch.Tensor) -> card.Events:
     return events
 
 
+@bfloat16
 @pytest.mark.parametrize("name, mode", [(name, mode) for name in FUSED for mode in MODES if FULL or mode == "eager"])
 def test_a_train_step_of_a_fused_layer_can_be_captured(name, mode):
     """It is one graph of torch.compile, and nothing waits in it."""
@@ -101,13 +104,14 @@ def test_a_train_step_of_a_fused_layer_replays_two_graphs(name):
     assert not [event for event in events if event.startswith(("triton", "matmul"))], events.summary()
 
 
+@bfloat16
 @pytest.mark.parametrize("values", REGISTERS)
 def test_no_kernel_that_always_runs_spills(values):
     """Those of doubtful entries end at once where there are none; they may spill six numbers. Cos and sin in float64
-    have a table for large angles; of a token's conditioner two numbers are spilt."""
+    have a table for large angles; of a token's conditioner two numbers are spilt, and on sm_100 of its backward."""
     found = registers(values)
     assert len(found) >= 9
-    allowed = {"rotate_token_kernel": 48, "angles_kernel": 48, "condition_kernel": 8} | {
+    allowed = {"rotate_token_kernel": 48, "angles_kernel": 48, "condition_kernel": 8, "state_backward_kernel": 8} | {
         name: 24 for name in found if name.startswith("doubtful")
     }
     above = {name: bytes for name, (_, bytes) in found.items() if bytes > allowed.get(name, 0)}
@@ -157,12 +161,40 @@ def test_no_cuda_graph_is_made_of_a_part_of_a_layer(fields):
     assert not [code for code in codes if "partition_1" in code]
 
 
-@full
-@pytest.mark.parametrize("prior", [prior for prior in PRIORS if prior != "softmax"])
-def test_scans_read_padding_and_documents(prior):
+PADDING = {"attention_mask": torch.ones(2, 256, dtype=torch.bool, device="cuda").tril(99)}
+DOCUMENTS = {"segment_ids": torch.arange(256, device="cuda").div(100, rounding_mode="floor").expand(2, -1)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("prior", PRIORS)
+def test_padding_and_documents_are_read_in_16_bits(prior, dtype):
     layer, x = build(256, 4, prior_type=prior), tokens()
-    train(layer, x, warm=0, attention_mask=torch.ones(2, 256, dtype=torch.bool, device="cuda").tril(99))
-    train(layer, x, warm=0, segment_ids=torch.arange(256, device="cuda").div(100, rounding_mode="floor").expand(2, -1))
+    with torch.autocast("cuda", dtype):
+        for marks in (PADDING, DOCUMENTS, PADDING | DOCUMENTS):
+            layer(x, **marks).float().sum().backward()
+            with torch.no_grad():
+                _, state = layer(x, **marks, return_state=True)
+                layer(x, state=state, **marks)
+
+
+@full
+@pytest.mark.parametrize("fields", [{"conv_hidden": 300}, {"causal": False, "conv_bidirectional": True}])
+def test_padded_rows_of_an_unfused_conditioner_are_compiled(fields):
+    layer = build(256, 4, use_conv=True, **fields)
+    torch.compile(layer)(tokens(), **PADDING).sum().backward()
+
+
+@pytest.mark.parametrize("heads, dtype", [(4, torch.float32), (2, torch.float32), (1, torch.bfloat16)])
+def test_windows_of_wide_heads_are_read(heads, dtype):
+    """By FlexAttention where its tiles fit."""
+    layer = build(512, heads, window=17).to(dtype)
+    layer(tokens(width=512).to(dtype)).sum().backward()
+
+
+@pytest.mark.parametrize("hidden", [256, 512])
+def test_values_are_modulated_by_a_wide_models_conditioner(hidden):
+    """Of 4,096 and 8,192 columns, such as a language model of 7 or 70 billion parameters has."""
+    train(build(512, 8, use_conv=True, conv_hidden=hidden), tokens(width=512), warm=0)
 
 
 @full

@@ -38,10 +38,11 @@ static cudaError_t wait(const char* what) {
 // ---- the card: FAKE_SM names it ---------------------------------------------------------------------------------
 struct Card { int sm, processors, shared, threads; };
 static const Card& card() {
-    static const Card all[] = {{80, 108, 163, 2048}, {89, 128, 99, 1536}, {90, 132, 227, 2048}, {120, 170, 99, 1536}};
+    static const Card all[] = {{75, 40, 64, 1024}, {80, 108, 163, 2048}, {89, 128, 99, 1536}, {90, 132, 227, 2048},
+                               {100, 148, 227, 2048}, {120, 170, 99, 1536}};
     static const int sm = getenv("FAKE_SM") ? atoi(getenv("FAKE_SM")) : 90;
     for (const Card& one : all) if (one.sm == sm) return one;
-    fprintf(stderr, "FAKE_SM must be 80, 89, 90 or 120, got %d\n", sm);
+    fprintf(stderr, "FAKE_SM must be 75, 80, 89, 90, 100 or 120, got %d\n", sm);
     exit(2);
 }
 static const size_t MEMORY = 80ull << 30;

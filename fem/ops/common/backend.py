@@ -136,6 +136,14 @@ def _check(backend: str) -> None:
 # --- what our own Triton kernels ask of tensors, devices and the modules in whose place they compute ------------------
 
 
+@torch.compiler.assume_constant_result
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether a device multiplies bfloat16. NVIDIA's cards do from sm_80 on: a T4 and a V100 do not."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(device)[0] >= 8
+
+
 def by_kernels(*tensors: Tensor | None, differentiable: bool = False) -> bool:
     """Whether kernels may compute with the tensors: called eagerly on CUDA, at most 32 bits wide, and without a
     gradient, unless the kernels are differentiable."""

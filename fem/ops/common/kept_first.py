@@ -13,11 +13,13 @@ from fem.ops.common.tokens import Tokens, whole_rows
 
 
 class Order(NamedTuple):
-    """Where each token of the new order stood, where each one of the old order stands now, and which are kept there."""
+    """Where each token of the new order stood, where each one of the old order stands now, and which are kept in the
+    old order and in the new one."""
 
     order: Int[Tensor, "b t"]
     back: Int[Tensor, "b t"]
     keep: Bool[Tensor, "b t"]
+    kept: Bool[Tensor, "b t"]
 
     def kept_first(self, x: Float[Tensor, "b t *d"]) -> Float[Tensor, "b t *d"]:
         return _Reordered.apply(x, self.order, self.back)
@@ -35,7 +37,7 @@ def kept_first(keep: Bool[Tensor, "b t"], document: Int[Tensor, "b t"] | None) -
     back = torch.where(keep, count - 1, count[:, -1:] + place - count)
     order = torch.empty_like(back).scatter_(1, back, place)
     document = None if document is None else document.gather(1, order).cummax(1).values
-    return whole_rows(tuple(keep.shape), keep.device, None, document), Order(order, back, keep)
+    return whole_rows(tuple(keep.shape), keep.device, None, document), Order(order, back, keep, place < count[:, -1:])
 
 
 class _Reordered(torch.autograd.Function):

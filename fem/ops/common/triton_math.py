@@ -142,7 +142,7 @@ def gate(logit, inside, width, eps):
 def product(x, token, rows, x_row, weight, head, width: tl.constexpr, INNER: tl.constexpr, column):
     """x W^T of a tile of tokens, for the columns of a head, from x (tokens, INNER) and W (H width, INNER)."""
     total = tl.zeros((rows.shape[0], column.shape[0]), tl.float32)
-    for first in tl.static_range(0, INNER, STEP):
+    for first in tl.range(0, INNER, STEP, num_stages=2):  # unrolled, all steps would be held in shared memory
         inner = first + tl.arange(0, STEP)
         left = tl.load(x + token * x_row + inner[None], rows[:, None] & (inner < INNER)[None], other=0.0)
         right = weight + (head * width + column)[None] * INNER + inner[:, None]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fem.ops.common.backend import found, on, plain_map, plain_tensors, watched
+from fem.ops.common.backend import found, multiplies_bfloat16, on, plain_map, plain_tensors, watched
 from fem.ops.common.operator import again_differentiable, operator
 from fem.ops.common.precision import product_dtype
 from fem.ops.common.tokens import Tokens
@@ -36,8 +36,8 @@ def fits(
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if not (found("triton") and (x.device.type == "cuda" or interpreted)) or backend in ("plain", "reference"):
         return False
-    if x.device.type == "cuda" and not _multiplies(x.device.index or 0):
-        return False
+    if x.device.type == "cuda" and not (torch.version.hip is None and multiplies_bfloat16(x.device)):
+        return False  # nor does another card multiply float32 in parts
     norms = [norm] if type(norm_in) is nn.Identity else [norm, norm_in]
     if not all(type(one) is nn.LayerNorm and one.bias is not None for one in norms):
         return False
@@ -46,12 +46,6 @@ def fits(
     tensors = [hidden, project.weight, project.bias, *(y for one in norms for y in (one.weight, one.bias))]
     narrow = project.out_features // 3 * product_dtype(x).itemsize <= MOST_BYTES
     return narrow and x.numel() > 0 and plain_tensors(x, *tensors)
-
-
-@torch.compiler.assume_constant_result
-def _multiplies(device: int) -> bool:
-    """Whether tensor cores multiply bfloat16 and parts of float32, as NVIDIA's do from sm_80 on."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def fused_condition(

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fem.ops.common.backend import multiplies_bfloat16
 from fem.ops.common.shared import shared
 from fem.ops.softmax.support import Support, bounds
 
@@ -26,6 +27,7 @@ _MOST = 256  # columns: flash attention takes no more
 _GAP = 192  # columns: with up to 224 flash attention has no gradients on sm_86 and sm_89
 # Bytes of shared memory: FlexAttention's own backward blocks take 112 KiB above 128 columns; sm_86, 89 and 120 have 99.
 _ROOM, _SMALL_BLOCKS = 112 << 10, {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 1}
+_ROWS = 132  # of q, k and the values, which FlexAttention's forward holds there
 _BIASED = {"num_stages": 1}  # a bias loaded ahead, as keys are, takes 242 KiB in PyTorch 2.11, and an H100 has 227
 _RECOMPILES = 64  # one for each of gradients, few rows, one row, few tokens, one token, dtypes, widths
 _CUDNN, _FLASH, _EFFICIENT = (
@@ -62,6 +64,15 @@ def attend_on_card(
         with _kernels(columns) if q.is_cuda else contextlib.nullcontext():
             out, lse = F.scaled_dot_product_attention(q, k, values, is_causal=support.causal, **options), None
     return out.transpose(1, 2)[..., :width], lse
+
+
+@torch.compiler.assume_constant_result
+def flexible(device: torch.device, row: int) -> bool:
+    """Whether FlexAttention runs on a card: from sm_80 on, where its tiles of rows of so many bytes fit."""
+    if device.type != "cuda":
+        return True
+    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return multiplies_bfloat16(device) and _ROWS * row <= room
 
 
 def _kernels(columns: int) -> contextlib.AbstractContextManager:

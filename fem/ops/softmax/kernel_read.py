@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.backend import exporting
+from fem.ops.common.backend import exporting, multiplies_bfloat16
 from fem.ops.common.precision import upcast, without_autocast
 from fem.ops.common.read import LOG_ZERO, Read
-from fem.ops.softmax.card_attention import WIDEST, attend_on_card, compiled_on_card
+from fem.ops.softmax.card_attention import WIDEST, attend_on_card, compiled_on_card, flexible
 from fem.ops.softmax.exact import exact_where
 from fem.ops.softmax.packing import Packing
 from fem.ops.softmax.support import Support
@@ -31,16 +31,20 @@ def kernel_read(
     [mean | R] = attention(q, k, [v | e]), where R proves an entry (`packing`); others are computed again from the
     definition in float64. span: what beta (max f - min f) is at most, in nats; up to 58 it proves all entries. A graph
     of `torch.export` computes nothing again: an f more than 58 nats below the largest of its row counts as 58 below.
-    On a card, 16-bit inputs are read in bfloat16, as e would leave float16's range. Shapes as in `softmax_read`.
-    A row that sees no key reads 0.
+    On a card, 16-bit inputs are read in bfloat16, as e would leave float16's range, and in float32 where the card does
+    not multiply bfloat16. Where FlexAttention does not run, a table of T x T restricts attention. Shapes as in
+    `softmax_read`. A row that sees no key reads 0.
     """
     exported = exporting()
-    dtype = upcast(q).dtype if exported else torch.bfloat16 if q.dtype.itemsize == 2 else q.dtype
+    rounds = not exported and q.dtype.itemsize == 2 and multiplies_bfloat16(q.device)
+    dtype = torch.bfloat16 if rounds else upcast(q).dtype
+    row = dtype.itemsize * max(x.shape[3] for x in (q, v, f))
+    masked = exported or (support.restricted and not flexible(q.device, row))
     with without_autocast(q.device):
         q, k, v = (x.to(dtype) for x in (q, k, v))
-        together = exported or v.shape[3] + f.shape[3] <= max(WIDEST, q.shape[3])
+        together = masked or v.shape[3] + f.shape[3] <= max(WIDEST, q.shape[3])
         parts, packing = compiled_on_card(_prologue, q)(v, f, beta, together)
-        if exported:
+        if masked:
             out, sees = _masked(q, k, *parts, support)
         else:
             out, lses = zip(*(attend_on_card(q, k, part, support) for part in parts))

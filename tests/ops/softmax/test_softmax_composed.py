@@ -100,9 +100,12 @@ RULES = {
 }
 
 
+@pytest.mark.parametrize("flexible", [True, False])
 @pytest.mark.parametrize("rule", RULES)
 @torch.no_grad()
-def test_flex_attention_sees_what_a_row_may_see(rule):
+def test_flex_attention_sees_what_a_row_may_see(rule, flexible, monkeypatch):
+    """And so does attention under a table, on cards where FlexAttention does not run."""
+    monkeypatch.setattr(kernel_read, "flexible", lambda device, row: flexible)
     arguments, rules = draw(150), RULES[rule]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -111,6 +114,17 @@ def test_flex_attention_sees_what_a_row_may_see(rule):
     kept = torch.ones(2, 150, dtype=torch.bool) if "key_mask" not in rules else rules["key_mask"].bool()
     for own, other in zip(read, wanted):
         torch.testing.assert_close(own[kept].double(), other[kept], rtol=1e-5, atol=2e-6)
+
+
+def test_a_card_that_does_not_multiply_bfloat16_reads_16_bits_in_float32(monkeypatch):
+    for name in ("multiplies_bfloat16", "flexible"):
+        monkeypatch.setattr(kernel_read, name, lambda *_: False)
+    leaves = [x.half().requires_grad_() for x in draw(40)]
+    read, (wanted, exact) = composed(*leaves, window=9), definition(*leaves, window=9)
+    sum(part.float().square().sum() for part in read).backward()
+    sum(part.square().sum() for part in wanted).backward()
+    for own, other in zip([*read, *(x.grad for x in leaves)], [*wanted, *(x.grad for x in exact)]):
+        assert (own - other).abs().max() <= 4e-3 * (1 + other.abs().max())
 
 
 @torch.no_grad()
