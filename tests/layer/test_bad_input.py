@@ -266,7 +266,7 @@ TABLE = [
     (continued, {"dtype": torch.float64}, ValueError, r"another input dtype: it has torch\.float64"),
     (lambda: call(state=state_of().to("meta")), {}, ValueError, "another device: it has meta, this call has cpu"),
     (lambda: state_of().to("gpu"), {}, ValueError, "target must be a device of torch, .* got 'gpu'"),
-    (MixerState.from_state_dict, {"tensors": None}, TypeError, "tensors must be the dict of tensors that .* got NoneType"),
+    (MixerState.from_state_dict, {"tensors": None}, TypeError, "the dict of tensors that .* got NoneType"),
     (restored, {"memory.other": X}, ValueError, r"state_dict returned, got 'memory\.other' of \[2, 6, 64\]"),
     # A memory or a set.
     (cross, {"window": 3}, TypeError, "got window"),
