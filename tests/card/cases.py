@@ -184,6 +184,16 @@ def test_padded_rows_of_an_unfused_conditioner_are_compiled(fields):
     torch.compile(layer)(tokens(), **PADDING).sum().backward()
 
 
+@pytest.mark.parametrize("prior", PRIORS)
+def test_the_widest_heads_fit_the_card(prior):
+    for dtype in (torch.float32, torch.bfloat16):
+        layer, x = build(512, 1, prior_type=prior, use_conv=True).to(dtype), tokens(time=130, width=512).to(dtype)
+        layer(x).sum().backward()
+        with torch.no_grad():
+            _, state = layer(x, return_state=True)
+            layer(x[:, :1], state=state)
+
+
 @pytest.mark.parametrize("heads, dtype", [(4, torch.float32), (2, torch.float32), (1, torch.bfloat16)])
 def test_windows_of_wide_heads_are_read(heads, dtype):
     """By FlexAttention where its tiles fit."""
