@@ -77,8 +77,8 @@ def _channel_one_way(
 def _weighed(x, a, v, f, tokens: Tokens, present: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Log-weights and decays in which masked tokens weigh and decay nothing, and documents forget what was before."""
     x = (v if v.shape[-1] else f).new_zeros(()).expand(*v.shape[:2], max(v.shape[2], f.shape[2])) if x is None else x
-    if x.dtype == torch.float16 and not (present and tokens.keep is None and tokens.start is None):
-        x = x.float()  # float16 does not hold LOG_ZERO
+    if not (present and tokens.keep is None and tokens.start is None):  # float16 does not hold LOG_ZERO
+        x, a = (part.float() if part is not None and part.dtype == torch.float16 else part for part in (x, a))
     if tokens.keep is not None:
         keep = tokens.keep[..., None]
         x, v, f = torch.where(keep, x, LOG_ZERO), torch.where(keep, v, 0), torch.where(keep, f, 0)
