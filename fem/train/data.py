@@ -36,6 +36,7 @@ Row = dict[str, Tensor]
 TOKENS, TOKENIZER = "tokens", "tokenizer"  # in the output folder
 FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".parquet": "parquet"}  # by what `datasets` reads each
 TOKENIZER_DOCUMENTS = 20_000
+VOCABULARIES = ("tokenizer", "vocab", "spiece", "sentencepiece")  # how files that tokenizers are read from begin
 SECONDS = 6.0  # for the hub to connect, and to answer
 SECONDS_A_NOTE = 10.0
 AT_ONCE = 2_000_000  # characters, whose encodings take some 250 MB
@@ -221,6 +222,8 @@ def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast
             raise OSError(f"the tokenizer could not be written to {str(output)!r}: {error}.") from error
         staging.replace(folder)
     name = str(folder) if recipe.tokenizer is None else recipe.tokenizer
+    if os.path.isdir(name) and not any(file.name.startswith(VOCABULARIES) for file in Path(name).glob("*.*")):
+        raise ValueError(f"tokenizer must be a folder with a tokenizer.json, such as RUN/tokenizer, got {name!r}.")
     with readable(f"tokenizer {name!r}"):
         if not os.path.isdir(name):
             way_to_the_hub()

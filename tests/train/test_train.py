@@ -337,6 +337,7 @@ def test_entries_of_a_tokenizer_with_holes_reach_its_largest_id(tokenizer, monke
         ({"model": '{"dtype": "bfloat16"}'}, "model_fields must leave the dtype to --dtype, got 'bfloat16'"),
         ({"model": '{"temperature": 0.5}'}, "model_fields must be .*got 'temperature'"),  # transformers would drop it
         ({"tokenizer": "no/such/tokenizer"}, "tokenizer 'no/such/tokenizer' cannot be read"),
+        ({"tokenizer": os.path.dirname(__file__)}, "tokenizer must be a folder with a tokenizer.json, .*got '.*train'"),
         ({"field": "content"}, "must have text in 'content', got the fields text"),
         ({"preset": "fem-sm-tny"}, r"preset must be one of .*got 'fem-sm-tny'; did you mean fem-sm-tiny\?"),
     ],
