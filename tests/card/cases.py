@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fem import PRIORS, FreeEnergyMixerConfig
 from fem.doctor.card import steps
+from fem.functional import softmax_read
 from fem.models import FEMConfig, FEMForCausalLM
 
 card.pose()
@@ -175,6 +176,15 @@ def test_padding_and_documents_are_read_in_16_bits(prior, dtype):
             with torch.no_grad():
                 _, state = layer(x, **marks, return_state=True)
                 layer(x, state=state, **marks)
+
+
+@full
+@pytest.mark.parametrize("rules", [{}, {"window": 5}])
+def test_a_softmax_read_is_compiled_for_any_sizes(rules):
+    """torch's attention takes no conditions on symbols."""
+    read = torch.compile(lambda *inputs: softmax_read(*inputs, **rules).mean.sum(), dynamic=True, fullgraph=True)
+    heads = [torch.randn(2, 40, 4, width, device="cuda", requires_grad=True) for width in (16, 16, 8)]
+    read(*heads, torch.ones(4, 8, device="cuda")).backward()
 
 
 @full

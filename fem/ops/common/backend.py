@@ -65,6 +65,11 @@ def differentiated(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def guarded(condition: bool | torch.SymBool) -> bool:
+    """A condition on sizes as a bool, also where they are a compiler's symbols; torch's attention takes no SymBool."""
+    return True if condition else False  # noqa: SIM210  (bool(..) of a symbol stays one)
+
+
 def may_look(x: Tensor) -> bool:
     """Whether values of x may be read on the host: on a CPU, where nothing waits, outside graphs and transforms."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed(x)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fem.ops.common.backend import multiplies_bfloat16
+from fem.ops.common.backend import guarded, multiplies_bfloat16
 from fem.ops.common.shared import shared
 from fem.ops.softmax.support import Support, bounds
 
@@ -55,7 +56,7 @@ def attend_on_card(
         k, values = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, values))
     wide_as = lambda x: F.pad(x, (0, columns - x.shape[-1])) if x.shape[-1] < columns else x  # noqa: E731
     q, k, values = (wide_as(x).transpose(1, 2) for x in (q, k, values))
-    options = {"scale": support.scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    options = {"scale": support.scale, "enable_gqa": guarded(q.shape[1] != k.shape[1])}
     if support.restricted:
         score = None if support.bias is None else _biased(support.bias)
         blocks = block_mask(support, q.shape[2], k.shape[2], q.device)
@@ -67,12 +68,13 @@ def attend_on_card(
 
 
 @torch.compiler.assume_constant_result
-def flexible(device: torch.device, row: int) -> bool:
-    """Whether FlexAttention runs on a card: from sm_80 on, where its tiles of rows of so many bytes fit."""
+def widest_flexible(device: torch.device) -> float:
+    """Bytes of a head's row up to which FlexAttention runs on a device: on a card none before sm_80, later those whose
+    tiles find room."""
     if device.type != "cuda":
-        return True
+        return math.inf
     room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return multiplies_bfloat16(device) and _ROWS * row <= room
+    return room / _ROWS if multiplies_bfloat16(device) else 0.0
 
 
 def _kernels(columns: int) -> contextlib.AbstractContextManager:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fem.ops.common.backend import exporting, multiplies_bfloat16
 from fem.ops.common.precision import upcast, without_autocast
 from fem.ops.common.read import LOG_ZERO, Read
-from fem.ops.softmax.card_attention import WIDEST, attend_on_card, compiled_on_card, flexible
+from fem.ops.softmax.card_attention import WIDEST, attend_on_card, compiled_on_card, widest_flexible
 from fem.ops.softmax.exact import exact_where
 from fem.ops.softmax.packing import Packing
 from fem.ops.softmax.support import Support
@@ -39,7 +39,7 @@ def kernel_read(
     rounds = not exported and q.dtype.itemsize == 2 and multiplies_bfloat16(q.device)
     dtype = torch.bfloat16 if rounds else upcast(q).dtype
     row = dtype.itemsize * max(x.shape[3] for x in (q, v, f))
-    masked = exported or (support.restricted and not flexible(q.device, row))
+    masked = exported or (support.restricted and row > widest_flexible(q.device))
     with without_autocast(q.device):
         q, k, v = (x.to(dtype) for x in (q, k, v))
         together = masked or v.shape[3] + f.shape[3] <= max(WIDEST, q.shape[3])

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fem.ops.common.backend import portable
+from fem.ops.common.backend import guarded, portable
 from fem.ops.common.precision import upcast
 from fem.ops.common.shared import shared
 from fem.ops.common.tokens import Tokens
@@ -97,7 +97,7 @@ def support(
         seen = ~torch.isneginf(bias.detach()).all(2).all(1)  # a key that a bias hides from all does not exist
         keep = seen.expand(-1, keys) if keep is None else keep & seen
     if window is None and document is None and not (causal and 1 < queries < keys):
-        return Support(causal and queries > 1, scale, keep, bias=bias)
+        return Support(guarded(causal and queries > 1), scale, keep, bias=bias)
     return Support(causal, scale, keep, *seen_keys(queries, keys, device, causal, window, document), bias)
 
 

@@ -1,5 +1,6 @@
 """The GPU's path, as far as a CPU runs it: attention over [v | e], and FlexAttention forward."""
 
+import math
 import warnings
 from types import SimpleNamespace
 
@@ -105,7 +106,7 @@ RULES = {
 @torch.no_grad()
 def test_flex_attention_sees_what_a_row_may_see(rule, flexible, monkeypatch):
     """And so does attention under a table, on cards where FlexAttention does not run."""
-    monkeypatch.setattr(kernel_read, "flexible", lambda device, row: flexible)
+    monkeypatch.setattr(kernel_read, "widest_flexible", lambda device: math.inf if flexible else 0.0)
     arguments, rules = draw(150), RULES[rule]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -117,8 +118,8 @@ def test_flex_attention_sees_what_a_row_may_see(rule, flexible, monkeypatch):
 
 
 def test_a_card_that_does_not_multiply_bfloat16_reads_16_bits_in_float32(monkeypatch):
-    for name in ("multiplies_bfloat16", "flexible"):
-        monkeypatch.setattr(kernel_read, name, lambda *_: False)
+    for name in ("multiplies_bfloat16", "widest_flexible"):
+        monkeypatch.setattr(kernel_read, name, lambda device: 0)
     leaves = [x.half().requires_grad_() for x in draw(40)]
     read, (wanted, exact) = composed(*leaves, window=9), definition(*leaves, window=9)
     sum(part.float().square().sum() for part in read).backward()
