@@ -28,7 +28,7 @@ _MOST = 256  # columns: flash attention takes no more
 _GAP = 192  # columns: with up to 224 flash attention has no gradients on sm_86 and sm_89
 # Bytes of shared memory: FlexAttention's own backward blocks take 112 KiB above 128 columns; sm_86, 89 and 120 have 99.
 _ROOM, _SMALL_BLOCKS = 112 << 10, {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 1}
-_ROWS = 132  # of q, k and the values, which FlexAttention's forward holds there
+_ROWS = 144  # of q, k and the values, which FlexAttention's forward holds there, of a power of 2 of columns
 _BIASED = {"num_stages": 1}  # a bias loaded ahead, as keys are, takes 242 KiB in PyTorch 2.11, and an H100 has 227
 _RECOMPILES = 64  # one for each of gradients, few rows, one row, few tokens, one token, dtypes, widths
 _CUDNN, _FLASH, _EFFICIENT = (
@@ -74,7 +74,7 @@ def widest_flexible(device: torch.device) -> float:
     if device.type != "cuda":
         return math.inf
     room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return room / _ROWS if multiplies_bfloat16(device) else 0.0
+    return 2.0 ** int(math.log2(room / _ROWS)) if multiplies_bfloat16(device) else 0.0
 
 
 def _kernels(columns: int) -> contextlib.AbstractContextManager:
