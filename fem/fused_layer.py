@@ -71,17 +71,13 @@ def _softmax_reads(layer, call: Call) -> bool:
 
 
 def _linear_reads(layer, call: Call) -> bool:
-    """A normalised causal prior with at most one decay per head, without states."""
+    """A normalised causal prior, without states."""
     config = layer.config
     if call.memory is not None or call.tokens.keep is not None:
         return False
     if config.backend not in ("auto", "triton") or not (config.causal and config.normalize):
         return False
-    if config.key_width % 2 or (config.prior_type == "gla" and config.decay != "head") or not found("fla"):
-        return False
-    from fem.ops.linear_attention.kernel_read import miscompiled
-
-    return not miscompiled(call.x.device)
+    return config.key_width % 2 == 0 and found("fla")
 
 
 _READS = {SoftmaxPrior: _softmax_reads, LinearPrior: _linear_reads, GatedLinearPrior: _linear_reads}
@@ -122,7 +118,12 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
 def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, None]:
     from fem.ops.linear_attention.mixed_read import mixed_read  # by Triton, which the library does not require
 
-    return mixed_read(_linear_options(layer), *_tensors(layer, call, features), call.tokens.start), None
+    weights, biases, *inputs = _tensors(layer, call, features)
+    if layer.config.decay == "scalar":
+        weights[-1], biases[-1] = (
+            x if x is None else x.expand(layer.config.n_head, *x.shape[1:]) for x in (weights[-1], biases[-1])
+        )
+    return mixed_read(_linear_options(layer), weights, biases, *inputs, call.tokens.start), None
 
 
 def _bounded(layer, call: Call) -> bool:
@@ -147,8 +148,8 @@ def _linear_options(layer):
 
     config, gate, widths = layer.config, layer.gate, _widths(layer.config)
     sizes = (config.n_head, config.key_width, *widths, gate.outer is not None, config.gate_rank or 0)
-    form = Form(*sizes, config.prior_type == "gla", config.context_width)
-    return Options(form, config.eps, config.beta_max_init)
+    decays = 0 if config.prior_type == "linear" else config.key_width if config.decay == "channel" else 1
+    return Options(Form(*sizes, decays, config.context_width), config.eps, config.beta_max_init)
 
 
 def _widths(config) -> tuple[int, int, bool]:

@@ -86,9 +86,9 @@ def test_a_train_step_of_a_fused_layer_can_be_captured(name, mode):
 
 
 @full
-@pytest.mark.parametrize("prior", [prior for prior in PRIORS if prior != "softmax"])
-def test_a_train_step_of_a_scan_can_be_captured(prior):
-    captured(build(256, 4, prior_type=prior), tokens())
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in FUSED])
+def test_a_train_step_of_another_layer_can_be_captured(name):
+    captured(build(256, 4, **LAYERS[name]), tokens())
 
 
 @full

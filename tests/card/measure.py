@@ -32,7 +32,10 @@ LAYERS = {
     "softmax, slim, conditioner": {"gate_rank": 8, "use_conv": True},
     "softmax, split": {"gate_rank": 8, "free_share": 0.5},
     "softmax, capped": {"value_logexp_cap": 29.0},
-    **{prior: {"prior_type": prior} for prior in PRIORS if prior != "softmax"},
+    "linear": {"prior_type": "linear"},
+    "gla": {"prior_type": "gla"},
+    "gla, channels": {"prior_type": "gla", "decay": "channel"},
+    **{prior: {"prior_type": prior} for prior in PRIORS if prior not in ("softmax", "linear", "gla")},
 }
 FUSED = [name for name in LAYERS if name.startswith(("attention", "softmax")) and "capped" not in name]  # nothing waits
 MODES = ("eager", "compiled")
@@ -43,6 +46,7 @@ REGISTERS = {  # a head's values, of keys of 64
     "64": {"gate_rank": 8, "use_conv": True},
     "32 + 32": {"gate_rank": 8, "free_share": 0.5},
     "gla, 32": {"prior_type": "gla"},
+    "gla, channels, 34": {"prior_type": "gla", "decay": "channel"},
     "mamba, 51": {"prior_type": "mamba"},
 }
 
@@ -117,7 +121,7 @@ def decode(layer: FreeEnergyMixer, mode: str, tokens: int = 512) -> dict:
 
 def rows(names: list[str]) -> Iterator[dict]:
     for name in names:
-        for mode in (*MODES, BFLOAT16) if name in (*FUSED, "linear", "gla") else MODES:
+        for mode in (*MODES, BFLOAT16) if name in (*FUSED, "linear", "gla", "gla, channels") else MODES:
             torch._dynamo.reset()
             layer, call, x = prepared(name, mode)
             row = {"layer": name, "mode": mode}
@@ -179,7 +183,8 @@ Two numbers: without the kernels of the fused layer and of the conditioner → w
 
 ## Registers
 
-Registers of a thread on sm_90, by the width of a head's values; keys have 64. In brackets: bytes that it spills.
+Registers of a thread on sm_90, by the width of a head's values; keys have 64, and 40 where channels
+decay by themselves. In brackets: bytes that it spills.
 
 {registers_table(record["registers"])}
 """
@@ -191,7 +196,8 @@ if __name__ == "__main__":
     part, *names = sys.argv[1:]
     record = json.loads(RECORD.read_text())
     if part == "registers":
-        record[part] = record.get(part, {}) | {values: registers(values) for values in names or REGISTERS}
+        found = record[part] | {values: registers(values) for values in names or REGISTERS}
+        record[part] = {values: found[values] for values in REGISTERS if values in found}
     else:
         if part == "before":
             fused_layer.available = conditioner.fits = lambda *_: False

@@ -1,16 +1,18 @@
 """Triton kernels that read those tokens of linear attention which its sums do not prove, from the definition.
 
-    s_ti = q_t k_i e^{g_{i+1} + .. + g_t}     p_ti = s_ti / sum_i s_ti      w_ti = p_ti e^{beta (f_i - F_t)}
+    s_ti = sum_c s_tic                        s_tic = q_tc k_ic a_tic       a_tic = e^{g_{i+1} + .. + g_t}
+    p_ti = s_ti / sum_i s_ti                  w_ti = p_ti e^{beta (f_i - F_t)}
     mean_t = sum_i p_ti v_i                   F_t = log(sum_i p_ti e^{beta f_i}) / beta
     d_ti = dlog s_ti = sum_j p_ti (v_ij - mean_tj) dmean_tj + sum_j (w_tij - p_ti) dF_tj / beta_j
-    dq_t = sum_i d_ti k_i / q_t k_i           dk_i = sum_t d_ti q_t / q_t k_i
+    dq_tc = sum_i d_ti k_ic a_tic / s_ti      dk_ic = sum_t d_ti q_tc a_tic / s_ti
     dv_i = sum_t p_ti dmean_t                 df_i = sum_t w_ti dF_t
-    dg_r = sum_{t >= r > i} d_ti = -sum_{i >= r} sum_t d_ti, as sum_i d_ti = 0
+    dg_rc = sum_{t >= r > i} d_ti s_tic / s_ti = sum_{t >= r} q_tc dq_tc - sum_{i >= r} k_ic dk_ic
 
 They go token by token over blocks of keys, in float32. They are launched in every call, and a program ends at once
-where raised (B, H) is 0; doubtful (B, H, T) marks the tokens. g (B, T, H): the decay into each token, None without one;
-opens (B, T): where a document begins, which forgets everything before. exact (B, T, H, FREE + 2), for the backward: F,
-the logarithm of sum_i s_ti, and sum_j mean_tj dmean_tj.
+where raised (B, H) is 0; doubtful (B, H, T) marks the tokens. g (B, T, H, DECAYS): the decay into each token, None
+without one; opens (B, T): where a document begins, which forgets everything before. DECAYS is KEY, or 1: all channels
+decay alike, and the first sum of dg, over c too, is 0, as sum_i d_ti is. exact (B, T, H, FREE + 2), for the backward:
+F, the logarithm of sum_i s_ti, and sum_j mean_tj dmean_tj.
 """
 
 import triton
@@ -18,18 +20,30 @@ import triton.language as tl
 
 from fem.ops.common.merge_kernels import LOG_ZERO, NO_WEIGHT, expm1, log1p, log_or_zero, share_apart
 from fem.ops.common.triton_math import slope_of_beta
-from fem.ops.linear_attention.scan_kernels import load_scheme
+from fem.ops.linear_attention.scan_kernels import load_scheme, store_decays
 
 
 @triton.jit
-def fall_into(g, opens, token, entry, there):
-    """The decay into tokens, which stand at `token` of the batch and `entry` of its heads; 0 where none is there."""
-    fall = tl.zeros(there.shape, tl.float32)
+def fall_into(g, opens, token, entry, there, DECAYS: tl.constexpr, decay):
+    """The decays into tokens, a row each, which stand at `token` of the batch and `entry` of its heads; 0 where none is
+    there."""
+    there, fall = there[:, None], tl.zeros((token.shape[0], decay.shape[0]), tl.float32)
     if g is not None:
-        fall = tl.load(g + entry, there, other=0.0)
+        fall = tl.load(g + entry[:, None] * DECAYS + decay[None], there & (decay < DECAYS)[None], other=0.0)
     if opens is not None:
-        fall = tl.where(tl.load(opens + token, there, other=0) != 0, LOG_ZERO, fall)
+        fall = tl.where(tl.load(opens + token[:, None], there, other=0) != 0, LOG_ZERO, fall)
     return fall
+
+
+@triton.jit
+def scores(query, keys, fallen):
+    """log s of keys whose channels have decayed by `fallen`; and a and s, both over the greatest a of the key."""
+    known = keys * query[None] > 0.0
+    peak = tl.maximum(tl.max(tl.where(known, fallen, LOG_ZERO), 1), LOG_ZERO)[:, None]
+    a = tl.exp(tl.minimum(fallen - peak, 0.0))
+    s = tl.sum(keys * a * query[None], 1)
+    log_s = tl.maximum(log_or_zero(s) + tl.sum(peak, 1), LOG_ZERO)
+    return log_s, a, tl.where(log_s > NO_WEIGHT, s, 1.0)
 
 
 @triton.jit
@@ -41,17 +55,17 @@ def load_columns(x, token, row, head_at, width, channel, there):
 
 @triton.jit
 def scores_of_keys(
-    query, k, g, opens, start, t, carried, row, head, heads, KEY: tl.constexpr, KEYS: tl.constexpr, wide
-):
-    """log s of token t over the KEYS keys from `start` on, and q k; these keys; and the decay from the first of them to
-    t, of which `carried` is what comes after the last."""
+    query, k, g, opens, start, t, carried, row, head, heads, KEY: tl.constexpr, KEYS: tl.constexpr,
+    DECAYS: tl.constexpr, wide, decay,
+):  # fmt: skip
+    """log s of token t over the KEYS keys from `start` on, and k a / s; and the decay from the first of them to t, of
+    which `carried` is what comes after the last."""
     key = start + tl.arange(0, KEYS)
     entry = (row + key) * heads + head
     keys = load_columns(k, entry, KEY, 0, KEY, wide, key <= t)
-    fall = fall_into(g, opens, row + key + 1, entry + heads, key < t)
-    product = tl.sum(keys * query[None], 1)
-    log_s = tl.maximum(log_or_zero(product) + carried + tl.cumsum(fall, 0, reverse=True), LOG_ZERO)
-    return log_s, product, keys, carried + tl.sum(fall, 0)
+    fall = fall_into(g, opens, row + key + 1, entry + heads, key < t, DECAYS, decay)
+    log_s, a, s = scores(query, keys, carried + tl.cumsum(fall, 0, reverse=True))
+    return log_s, keys * a / s[:, None], carried + tl.sum(fall, 0)[None]
 
 
 @triton.jit
@@ -63,16 +77,17 @@ def values_of_keys(v, f, v_row, f_row, v_at, f_at, key, seen, MEAN: tl.constexpr
 @triton.jit
 def read_of_token(
     q, k, g, opens, v, f, shift, narrow, rate, t, row, head, heads, v_row, f_row, v_at, f_at,
-    MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, KEYS: tl.constexpr, wide, column, channel,
+    MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, KEYS: tl.constexpr, DECAYS: tl.constexpr, wide, column,
+    channel, decay,
 ):  # fmt: skip
     """A token's query, log sum_i s_ti, mean and F; all 0 where it weighs nothing."""
     query = tl.load(q + ((row + t) * heads + head) * KEY + wide, wide < KEY, other=0.0).to(tl.float32)
-    total, carried, start = 0.0, 0.0, t // KEYS * KEYS
+    total, carried, start = 0.0, tl.zeros((1, decay.shape[0]), tl.float32), t // KEYS * KEYS
     mean, sums = tl.zeros(column.shape, tl.float32), tl.zeros(channel.shape, tl.float32)
     top, tops = tl.full((), LOG_ZERO, tl.float32), sums + LOG_ZERO
     while start >= 0:
-        log_s, _product, _keys, carried = scores_of_keys(
-            query, k, g, opens, start, t, carried, row, head, heads, KEY, KEYS, wide
+        log_s, _reached, carried = scores_of_keys(
+            query, k, g, opens, start, t, carried, row, head, heads, KEY, KEYS, DECAYS, wide, decay
         )
         key, seen = start + tl.arange(0, KEYS), log_s > NO_WEIGHT
         value, energy = values_of_keys(v, f, v_row, f_row, v_at, f_at, key, seen, MEAN, FREE, column, channel)
@@ -85,7 +100,7 @@ def read_of_token(
         peaks = tl.maximum(tops, tl.max(height, 0))
         e = tl.exp(height - peaks[None]) * tl.where(narrow, expm1(tl.where(narrow, z, 0.0)), 1.0)
         sums = sums * tl.exp(tops - peaks) + tl.sum(tl.where(seen[:, None], e, 0.0), 0)
-        top, tops, start = peak, peaks, tl.where(carried > NO_WEIGHT, start - KEYS, -1)
+        top, tops, start = peak, peaks, tl.where(tl.max(carried) > NO_WEIGHT, start - KEYS, -1)
     known = total > 0.0
     total = tl.where(known, total, 1.0)
     ratio = sums[None] / total
@@ -107,10 +122,11 @@ def through_scores(log_s, log_z, value, energy, mean_slope, free, d_mean, d_free
 @triton.jit
 def doubtful_tokens_kernel(
     q, k, g, opens, v, f, scheme, beta, raised, doubtful, mean, free, time, heads, v_batch, v_row, v_head, f_batch,
-    f_row, f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, KEYS: tl.constexpr,
+    f_row, f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, KEYS: tl.constexpr, DECAYS: tl.constexpr,
     COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write the mean and F of the marked tokens: a program has every so many tokens of a head."""
+    decay = tl.arange(0, WIDE if DECAYS > 1 else 1)
     head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     cell = batch * heads + head
     if tl.load(raised + cell) != 0:
@@ -120,7 +136,8 @@ def doubtful_tokens_kernel(
             if tl.load(doubtful + cell * time + t) != 0:
                 _, _, value, energy = read_of_token(
                     q, k, g, opens, v + batch * v_batch, f + batch * f_batch, shift, narrow, rate, t, row, head, heads,
-                    v_row, f_row, head * v_head, head * f_head, MEAN, FREE, KEY, KEYS, wide, column, channel,
+                    v_row, f_row, head * v_head, head * f_head, MEAN, FREE, KEY, KEYS, DECAYS, wide, column, channel,
+                    decay,
                 )  # fmt: skip
                 entry = (row + t) * heads + head
                 tl.store(mean + entry * MEAN + column, value, column < MEAN)
@@ -129,11 +146,13 @@ def doubtful_tokens_kernel(
 
 @triton.jit
 def doubtful_tokens_backward_kernel(
-    q, k, g, opens, v, f, scheme, beta, raised, doubtful, d_mean, d_free, exact, d_q, d_theta, tiles, time, heads,
-    v_batch, v_row, v_head, f_batch, f_row, f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr,
-    KEYS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
+    q, k, g, opens, v, f, scheme, beta, raised, doubtful, d_mean, d_free, exact, d_q, rises, d_theta, tiles, time,
+    heads, v_batch, v_row, v_head, f_batch, f_row, f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr,
+    KEYS: tl.constexpr, DECAYS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write dq and `exact` of the marked tokens; add to d_theta (B tiles, H, FREE) what they give it."""
+    """Write dq and `exact` of the marked tokens, and q dq to `rises` (B, H, T, DECAYS) where channels have decays of
+    their own; add to d_theta (B tiles, H, FREE) what they give it."""
+    decay = tl.arange(0, WIDE if DECAYS > 1 else 1)
     head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     cell = batch * heads + head
     if tl.load(raised + cell) != 0:
@@ -148,7 +167,7 @@ def doubtful_tokens_backward_kernel(
                 entry = (row + t) * heads + head
                 query, log_z, mean, free = read_of_token(
                     q, k, g, opens, v, f, shift, narrow, rate, t, row, head, heads, v_row, f_row, head * v_head,
-                    head * f_head, MEAN, FREE, KEY, KEYS, wide, column, channel,
+                    head * f_head, MEAN, FREE, KEY, KEYS, DECAYS, wide, column, channel, decay,
                 )  # fmt: skip
                 of_mean = tl.load(d_mean + entry * MEAN + column, column < MEAN, other=0.0).to(tl.float32)
                 of_free = tl.load(d_free + entry * FREE + channel, there, other=0.0).to(tl.float32)
@@ -156,20 +175,23 @@ def doubtful_tokens_backward_kernel(
                 tl.store(to + channel, free, there)
                 tl.store(to + FREE, log_z)
                 tl.store(to + FREE + 1, mean_slope)
-                found, carried, start = tl.zeros(wide.shape, tl.float32), 0.0, t // KEYS * KEYS
+                found, start = tl.zeros(wide.shape, tl.float32), t // KEYS * KEYS
+                carried = tl.zeros((1, decay.shape[0]), tl.float32)
                 while start >= 0:
-                    log_s, product, keys, carried = scores_of_keys(
-                        query, k, g, opens, start, t, carried, row, head, heads, KEY, KEYS, wide
+                    log_s, reached, carried = scores_of_keys(
+                        query, k, g, opens, start, t, carried, row, head, heads, KEY, KEYS, DECAYS, wide, decay
                     )
                     key, seen = start + tl.arange(0, KEYS), log_s > NO_WEIGHT
                     value, energy = values_of_keys(
                         v, f, v_row, f_row, head * v_head, head * f_head, key, seen, MEAN, FREE, column, channel
                     )
                     _share, w, d = through_scores(log_s, log_z, value, energy, mean_slope, free, of_mean, of_free, rate)
-                    found += tl.sum((d / tl.where(seen, product, 1.0))[:, None] * keys, 0)
+                    found += tl.sum(d[:, None] * reached, 0)
                     tilt += w * (energy - free[None]) * (of_free[None] / rate)
-                    start = tl.where(carried > NO_WEIGHT, start - KEYS, -1)
+                    start = tl.where(tl.max(carried) > NO_WEIGHT, start - KEYS, -1)
                 tl.store(d_q + entry * KEY + wide, found, wide < KEY)
+                if DECAYS > 1:
+                    tl.store(rises + (cell * time + t) * DECAYS + wide, query * found, wide < KEY)
         to = d_theta + ((batch * tiles + tl.program_id(1)) * heads + head) * FREE + channel
         found = tl.sum(tilt * slope_of_beta(rate), 0)
         tl.store(to, tl.load(to, there, other=0.0) + found, there)
@@ -180,28 +202,30 @@ def token_of_keys(
     q, d_mean, d_free, exact, t, entry, key, keys, value, energy, fallen, rate, MEAN: tl.constexpr, FREE: tl.constexpr,
     KEY: tl.constexpr, wide, column, channel,
 ):  # fmt: skip
-    """A marked token, for keys from which on the decay is `fallen`: its query, dmean and dF; q k, p, w and d."""
+    """A marked token, for keys from which on the decay is `fallen`: its dmean and dF; q a / s, p, w and d."""
     query = tl.load(q + entry * KEY + wide, wide < KEY, other=0.0).to(tl.float32)
     of_mean = tl.load(d_mean + entry * MEAN + column, column < MEAN, other=0.0).to(tl.float32)
     of_free = tl.load(d_free + entry * FREE + channel, channel < FREE, other=0.0).to(tl.float32)
-    known, product = exact + entry * (FREE + 2), tl.sum(keys * query[None], 1)
+    known = exact + entry * (FREE + 2)
     free = tl.load(known + channel, channel < FREE, other=0.0)
-    log_s = tl.where(key <= t, tl.maximum(log_or_zero(product) + fallen, LOG_ZERO), LOG_ZERO)
+    log_s, a, s = scores(query, tl.where((key <= t)[:, None], keys, 0.0), fallen)
     p, w, d = through_scores(
         log_s, tl.load(known + FREE), value, energy, tl.load(known + FREE + 1), free, of_mean, of_free, rate
     )
-    return query, of_mean, of_free, tl.where(log_s > NO_WEIGHT, product, 1.0), p, w, d
+    return of_mean, of_free, query[None] * a / s[:, None], p, w, d
 
 
 @triton.jit
 def doubtful_items_backward_kernel(
-    q, k, g, opens, v, f, beta, raised, doubtful, d_mean, d_free, exact, d_k, d_v, d_f, sums, time, heads, v_batch,
+    q, k, g, opens, v, f, beta, raised, doubtful, d_mean, d_free, exact, d_k, d_v, d_f, rises, time, heads, v_batch,
     v_row, v_head, f_batch, f_row, f_head, d_v_row, d_v_head, d_f_row, d_f_head, MEAN: tl.constexpr,
     FREE: tl.constexpr, KEY: tl.constexpr, SHARED: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
-    COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
+    DECAYS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Add dk, dv and df of all keys; write sum_t d_ti of each to `sums` (B, H, T). A program has every so many blocks
-    of keys, and visits the tokens from these on, those without a mark SPAN at a time."""
+    """Add dk, dv and df of all keys, and take k dk from `rises`, which has q dq of the marked tokens. A program has
+    every so many blocks of keys, and visits the tokens from these on; behind the block SPAN at a time that have no
+    mark."""
+    decay = tl.arange(0, WIDE if DECAYS > 1 else 1)
     head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     cell = batch * heads + head
     if tl.load(raised + cell) != 0:
@@ -217,28 +241,28 @@ def doubtful_items_backward_kernel(
                 MEAN, FREE, column, channel,
             )  # fmt: skip
             k_sum, v_sum = tl.zeros((KEYS, WIDE), tl.float32), tl.zeros((KEYS, BROAD), tl.float32)
-            f_sum, d_sum = tl.zeros((KEYS, COLUMNS), tl.float32), tl.zeros((KEYS,), tl.float32)
-            fallen = d_sum  # the decay from each key on
+            f_sum = tl.zeros((KEYS, COLUMNS), tl.float32)
+            fallen = tl.zeros((KEYS, decay.shape[0]), tl.float32)  # the decay from each key on
             for start in range(block * KEYS, time, SPAN):
                 token = start + tl.arange(0, SPAN)
                 there, marks = token < time, doubtful + cell * time + token
-                if tl.max(fallen, 0) > NO_WEIGHT:
-                    if tl.max(tl.load(marks, there, other=0).to(tl.int32), 0) == 0:
-                        fall = fall_into(g, opens, row + token, (row + token) * heads + head, there)
-                        fallen += tl.sum(tl.where(key[:, None] < token[None], fall[None], 0.0), 1)
+                if tl.max(fallen) > NO_WEIGHT:
+                    unmarked = tl.max(tl.load(marks, there, other=0).to(tl.int32), 0) == 0
+                    if unmarked & (start >= block * KEYS + KEYS):
+                        fall = fall_into(g, opens, row + token, (row + token) * heads + head, there, DECAYS, decay)
+                        fallen += tl.sum(fall) if DECAYS == 1 else tl.sum(fall, 0)[None]
                     else:
                         for t in range(start, min(start + SPAN, time)):
                             entry = (row + t) * heads + head
-                            fallen += fall_into(g, opens, row + t + 0 * key, entry + 0 * key, key < t)
+                            fallen += fall_into(g, opens, row + t + 0 * key, entry + 0 * key, key < t, DECAYS, decay)
                             if tl.load(doubtful + cell * time + t) != 0:
-                                query, of_mean, of_free, product, p, w, d = token_of_keys(
+                                of_mean, of_free, reach, p, w, d = token_of_keys(
                                     q, d_mean, d_free, exact, t, entry, key, keys, value, energy, fallen, rate, MEAN,
                                     FREE, KEY, wide, column, channel,
                                 )  # fmt: skip
-                                k_sum += (d / product)[:, None] * query[None]
+                                k_sum += d[:, None] * reach
                                 v_sum += p[:, None] * of_mean[None]
                                 f_sum += w * of_free[None]
-                                d_sum += d
             token, here = (row + key)[:, None], inside[:, None]
             to, exists = d_k + (token * heads + head) * KEY + wide[None], here & (wide < KEY)[None]
             tl.store(to, tl.load(to, exists, other=0.0).to(tl.float32) + k_sum, exists)
@@ -249,23 +273,32 @@ def doubtful_items_backward_kernel(
             if not SHARED:
                 to, exists = d_f + token * d_f_row + head * d_f_head + channel[None], here & in_free[None]
                 tl.store(to, tl.load(to, exists, other=0.0).to(tl.float32) + f_sum, exists)
-            tl.store(sums + cell * time + key, d_sum, inside)
+            to, rise = rises + (cell * time + key)[:, None] * DECAYS + decay[None], keys * k_sum
+            exists = here & (decay < DECAYS)[None]
+            if DECAYS > 1:
+                marked = tl.load(doubtful + cell * time + key[:, None], here, other=0) != 0
+                tl.store(to, tl.load(to, exists & marked, other=0.0) - rise, exists)
+            else:
+                tl.store(to, -tl.sum(rise, 1)[:, None], exists)
 
 
 @triton.jit
 def doubtful_decays_backward_kernel(
-    sums, raised, logits, d_logits, time, heads, row, d_row, BLOCK: tl.constexpr,
+    rises, raised, logits, d_logits, time, heads, row, d_row, GIVEN: tl.constexpr, DECAYS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradient of the logits of g = logsigmoid(logit) / 16, (B, T, H), from the last token to the first."""
+    """Add the gradient of the GIVEN logits of g = logsigmoid(logit) / 16, from the last token to the first."""
+    decay = tl.arange(0, WIDE if DECAYS > 1 else 1)[None]
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    cell, later = batch * heads + head, 0.0
+    cell, later = batch * heads + head, tl.zeros((1, decay.shape[1]), tl.float32)
     if tl.load(raised + cell) != 0:
         for block in range(tl.cdiv(time, BLOCK)):
-            t = time - (block + 1) * BLOCK + tl.arange(0, BLOCK)
-            there, token = t >= 0, batch * time + t
-            found = tl.load(sums + cell * time + t, there, other=0.0)
-            logit = tl.load(logits + token * row + head, there, other=0.0).to(tl.float32)
-            to = d_logits + token * d_row + head
-            slope = (later + tl.cumsum(found, 0, reverse=True)) * (1 / 16) * tl.sigmoid(-logit)
-            tl.store(to, tl.load(to, there, other=0.0).to(tl.float32) - slope, there)
-            later += tl.sum(found, 0)
+            t = (time - (block + 1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+            inside, token = t >= 0, batch * time + t
+            there = inside & (decay < DECAYS)
+            found = tl.load(rises + (cell * time + t) * DECAYS + decay, there, other=0.0)
+            at = head * GIVEN + tl.minimum(decay, GIVEN - 1)
+            slope = (1 / 16) * tl.sigmoid(-tl.load(logits + token * row + at, there, other=0.0).to(tl.float32))
+            slope *= later + tl.cumsum(found, 0, reverse=True)
+            later += tl.sum(found, 0)[None]
+            store_decays(d_logits + token * d_row + head * GIVEN, slope, inside, decay, GIVEN, DECAYS, True)

@@ -8,12 +8,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fem.ops.linear_attention import doubtful_kernels as K
-from fem.ops.linear_attention.kernel_read import Sizes
+from fem.ops.linear_attention.kernel_read import Sizes, width_of
 
 KEYS = 16  # that a token is read over at a time
 PROGRAMS = 64  # of a head that share its tokens
-SPAN = 128  # tokens that are passed over together where none is marked
-BLOCK = 256  # tokens whose decays' gradients are summed at a time
+SPAN = 128  # tokens that are passed over together where none is marked, fewer where channels have decays of their own
+BLOCK = 256  # numbers of decays whose gradients are summed at a time
 
 
 class Scan(NamedTuple):
@@ -21,7 +21,7 @@ class Scan(NamedTuple):
 
     q: Float[Tensor, "b t h dk"]
     k: Float[Tensor, "b t h dk"]
-    g: Float[Tensor, "b t h"] | None
+    g: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None
     opens: Bool[Tensor, "b t"] | None
     v: Float[Tensor, "b t h dv"]
     f: Float[Tensor, "b t h df"]
@@ -35,6 +35,11 @@ class Scan(NamedTuple):
         """Tokens, heads and strides, as kernels take them."""
         return [*self.q.shape[1:3], *self.v.stride()[:3], *self.f.stride()[:3]]
 
+    @property
+    def decays(self) -> int:
+        """Of a head; 1 without any."""
+        return 1 if self.g is None else width_of(self.g)
+
     def grid(self, sizes: Sizes) -> tuple[int, int, int]:
         """Of programs that share the tokens of a head, no more than it has tiles."""
         batch, time, heads = self.q.shape[:3]
@@ -43,32 +48,38 @@ class Scan(NamedTuple):
 
 def read_doubtful(sizes: Sizes, scan: Scan, mean: Float[Tensor, "b t h dv"], free: Float[Tensor, "b t h df"]) -> None:
     """Write the mean and F of the tokens in doubt."""
-    sizes.launch(K.doubtful_tokens_kernel, scan.grid(sizes), *scan, mean, free, *scan.numbers, KEYS=KEYS)
+    sizes.launch(
+        K.doubtful_tokens_kernel, scan.grid(sizes), *scan, mean, free, *scan.numbers, KEYS=KEYS, DECAYS=scan.decays
+    )
 
 
 def through_doubtful(
     sizes: Sizes, scan: Scan, grads, d_q, d_k, d_v, d_f: Tensor | None, tilt: Float[Tensor, "n h df"]
-) -> Float[Tensor, "b h t"]:
+) -> Float[Tensor, "b h t _"]:
     """Write dq of the tokens in doubt, and add what goes through them to the other gradients, to `tilt` what they give
-    theta; d_f: None where d_v gets both. Returns for each key how much they change with its log-weight."""
+    theta; d_f: None where d_v gets both. Returns what decays get, each from its token on."""
     grads = [scan.v if grad is None else grad for grad in grads]  # which no kernel reads
-    exact, sums = tilt.new_empty(*scan.q.shape[:3], sizes.free + 2), tilt.new_empty(scan.doubtful.shape)
+    exact = tilt.new_empty(*scan.q.shape[:3], sizes.free + 2)
+    rises = tilt.new_empty(*scan.doubtful.shape, scan.decays)
     sizes.launch(
-        K.doubtful_tokens_backward_kernel, scan.grid(sizes), *scan, *grads, exact, d_q, tilt,
-        sizes.tiles(scan.q.shape[1]), *scan.numbers, KEYS=KEYS,
+        K.doubtful_tokens_backward_kernel, scan.grid(sizes), *scan, *grads, exact, d_q, rises, tilt,
+        sizes.tiles(scan.q.shape[1]), *scan.numbers, KEYS=KEYS, DECAYS=scan.decays,
     )  # fmt: skip
     rest = scan[:6] + scan[7:]
     apart = (0, 0) if d_f is None else d_f.stride()[1:3]
     sizes.launch(
-        K.doubtful_items_backward_kernel, scan.grid(sizes), *rest, *grads, exact, d_k, d_v, d_f, sums, *scan.numbers,
-        *d_v.stride()[1:3], *apart, SHARED=d_f is None, KEYS=KEYS, SPAN=SPAN,
+        K.doubtful_items_backward_kernel, scan.grid(sizes), *rest, *grads, exact, d_k, d_v, d_f, rises, *scan.numbers,
+        *d_v.stride()[1:3], *apart, SHARED=d_f is None, KEYS=KEYS, SPAN=SPAN if scan.decays == 1 else SPAN // 4,
+        DECAYS=scan.decays,
     )  # fmt: skip
-    return sums
+    return rises
 
 
-def through_doubtful_decays(scan: Scan, sums: Float[Tensor, "b h t"], logits: Tensor, d_logits: Tensor) -> None:
-    """Add the gradient of the decays' logits, columns (B, T, H), of what `through_doubtful` returns."""
-    batch, heads, time = sums.shape
-    K.doubtful_decays_backward_kernel[heads, batch](
-        sums, scan.raised, logits, d_logits, time, heads, logits.stride(1), d_logits.stride(1), BLOCK=BLOCK
-    )
+def through_doubtful_decays(sizes: Sizes, scan: Scan, rises: Float[Tensor, "b h t _"], logits, d_logits) -> None:
+    """Add the gradient of the decays' logits, columns (B, T, _), of what `through_doubtful` returns."""
+    batch, heads, time, decays = rises.shape
+    sizes.launch(
+        K.doubtful_decays_backward_kernel, (heads, batch, 1), rises, scan.raised, logits, d_logits, time, heads,
+        logits.stride(1), d_logits.stride(1), GIVEN=logits.shape[2] // heads, DECAYS=decays,
+        BLOCK=BLOCK if decays == 1 else max(1, BLOCK // sizes.constants["WIDE"]),
+    )  # fmt: skip

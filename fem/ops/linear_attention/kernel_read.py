@@ -146,7 +146,7 @@ def packed(
 
     start: None, or beta is written, softplus(theta + start), and g is what the decay is the logsigmoid of, 16 times.
     """
-    (batch, time, heads), dtype = v.shape[:3], _multiplied(v, g)
+    (batch, time, heads), dtype = v.shape[:3], multiplied(v, g)
     q, k = q.contiguous(), k.contiguous()
     v, f = (x if x.stride(3) == 1 else x.contiguous() for x in (v, f))
     made = lambda *shape: torch.empty(shape, dtype=torch.float32, device=v.device)  # noqa: E731
@@ -166,20 +166,28 @@ def packed(
     items = torch.empty(batch, time, heads, sizes.width, dtype=dtype, device=v.device)
     q_out, k_out = (x if x.dtype == dtype else torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k))
     logits = start is not None and g is not None
-    g, spread = (g, False) if logits else (_decay(g), _spread(g))
-    g_out = made(batch, time, heads, *[sizes.key] * spread) if spread or logits else g
+    given = 0 if g is None else g.shape[2:].numel() // heads
+    decays = taken(given, sizes.key, v.device)
+    g = g if logits else _decay(g)
+    written = decays if logits or decays > given else 0
+    g_out = made(batch, time, heads, *[decays] * (decays > 1)) if written else g
     sizes.launch(
         K.scan_pack_kernel, (heads * sizes.tiles(time), batch, 1), q, k, g, v, f, beta, scheme, q_out, k_out, g_out,
         items, time, heads, heads if g is None else g.stride(1), *v.stride()[:3], *f.stride()[:3],
-        CAST_Q=q_out is not q, CAST_K=k_out is not k, SPREAD=spread, LOGITS=logits,
+        CAST_Q=q_out is not q, CAST_K=k_out is not k, GIVEN=given, DECAYS=written, LOGITS=logits,
     )  # fmt: skip
     return [q_out, k_out, items, g_out, state], scheme, heaviest, raised
 
 
-def _multiplied(v: Tensor, g: Tensor | None) -> torch.dtype:
+def multiplied(v: Tensor, g: Tensor | None) -> torch.dtype:
     """The dtype of what fla's kernel multiplies."""
     sound = g is not None or not miscompiled(v.device)
     return torch.bfloat16 if v.dtype == torch.bfloat16 and sound else torch.float32
+
+
+def width_of(g: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"]) -> int:
+    """How many decays a head has."""
+    return 1 if g.ndim == 3 else g.shape[3]
 
 
 def _decay(g: Tensor | None) -> Tensor | None:
@@ -187,9 +195,9 @@ def _decay(g: Tensor | None) -> Tensor | None:
     return None if g is None else (g.squeeze(3) if g.shape[3] == 1 else g).float().contiguous()
 
 
-def _spread(g: Tensor | None) -> bool:
-    """Whether the decay of a head is to be given for every key channel."""
-    return g is not None and g.shape[3] == 1 and miscompiled(g.device)
+def taken(given: int, key: int, device: torch.device) -> int:
+    """How many decays of a head fla's kernel takes, where so many are given: none, one, or one for each key channel."""
+    return key if given > 1 or (given == 1 and miscompiled(device)) else given
 
 
 def unpacked(
@@ -227,24 +235,25 @@ def _through_pack(sizes: Sizes, d_items, d_decay, g, v, f, beta, scheme, tilt) -
     source = v if f is None else f
     source = source if source.stride(3) == 1 else source.contiguous()
     fresh = lambda x: None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)  # noqa: E731
-    spread, d_v, d_f = _spread(g), fresh(v), fresh(f)
-    d_g = fresh(g) if spread else None
-    launch_pack_backward(sizes, d_items, d_decay, g, source, beta, scheme, d_g, d_v, d_f, tilt, spread)
-    if g is not None and not spread:
+    given, d_v, d_f = 0 if g is None else g.shape[3], fresh(v), fresh(f)
+    d_g = fresh(g) if taken(given, sizes.key, v.device) > given else None
+    launch_pack_backward(sizes, d_items, d_decay, g, source, beta, scheme, d_g, d_v, d_f, tilt)
+    if given and d_g is None:
         d_g = d_decay.view(g.shape).to(g.dtype)
     return d_g, d_v, d_f
 
 
 def launch_pack_backward(
-    sizes: Sizes, d_items, d_decay, g, f, beta, scheme, d_g, d_v, d_f, tilt, spread=False, logits=False, slope=False
+    sizes: Sizes, d_items, d_decay, g, f, beta, scheme, d_g, d_v, d_f, tilt, logits=False, slope=False
 ):
-    """Write d_v and d_f, or where that is None d_v for both; d_g where it is spread or made from logits; and `tilt`."""
+    """Write d_v and d_f, or where that is None d_v for both; `tilt`; and d_g, None where it is d_decay itself."""
     batch, time, heads = f.shape[:3]
+    given, decays = 0 if d_g is None else d_g.shape[2:].numel() // heads, 0 if d_g is None else width_of(d_decay)
     row = lambda x: 0 if x is None else x.stride(1)  # noqa: E731
     sizes.launch(
         K.scan_pack_backward_kernel, (heads * sizes.tiles(time), batch, 1), d_items.contiguous(), d_decay, g, f, beta,
         scheme, d_g, d_v, d_f, tilt, time, heads, row(g), row(d_g), *f.stride()[:3], row(d_v), d_v.stride(2), row(d_f),
-        0 if d_f is None else d_f.stride(2), SHARED=d_f is None, SPREAD=spread, LOGITS=logits, SLOPE=slope,
+        0 if d_f is None else d_f.stride(2), SHARED=d_f is None, GIVEN=given, DECAYS=decays, LOGITS=logits, SLOPE=slope,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ class Form(NamedTuple):
     shared: bool
     gated: bool
     rank: int
-    decays: bool
+    decays: int  # of a head, none, one or as many as it has key channels
     context: int  # columns of the conditioner's features, behind the layer's input
 
     @property

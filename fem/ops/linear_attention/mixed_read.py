@@ -152,13 +152,13 @@ def _mixed_backward(
         d_f = None if form.shared else d_f
         scan.launch_pack_backward(
             sizes, d_items, d_g[0] if d_g else None, decay, f, beta, scheme, d_decay, d_v, d_f, tilts[1],
-            logits=form.decays, slope=slope,
+            logits=form.decays > 0, slope=slope,
         )  # fmt: skip
         del sums, d_sums, d_items
         doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful)
         through = through_doubtful(sizes, doubt, (d_mean, d_free), d_phi_q, d_phi_k, d_v, d_f, tilts[0])
         if form.decays:
-            through_doubtful_decays(doubt, through, decay, d_decay)
+            through_doubtful_decays(sizes, doubt, through, decay, d_decay)
         d_q, d_k = map(form.by_heads, d_keys.chunk(2, -1))
         launch_features(d_phi_q, d_phi_k, *items[:2], d_q, d_k, cos, sin, eps, backward=True)
         d_theta = [summed(tilts.flatten(0, 1), theta.dtype)] if slope else []
@@ -224,9 +224,11 @@ def _(x, weight, *inputs):
     form, empty = Form(*inputs[_TENSORS - 2]), lambda: x.new_empty(0)
     heads = lambda width: x.new_empty(*x.shape[:2], form.heads, width)  # noqa: E731
     made = lambda *shape: x.new_empty(shape, dtype=torch.float32)  # noqa: E731
-    items = [heads(form.key), heads(form.key), heads(scan.Sizes.of(form.mean, form.free, form.key).width)]
+    widths = (form.key, form.key, scan.Sizes.of(form.mean, form.free, form.key).width)
+    items = [heads(width).to(scan.multiplied(x, x if form.decays else None)) for width in widths]
     rest, marks = x.new_empty(*x.shape[:2], len(weight) - form.keys), x.new_empty(x.shape[0], form.heads, x.shape[1])
-    values, decay = heads(form.width) if form.context else empty(), made(*x.shape[:2], form.heads)
+    values, decays = heads(form.width) if form.context else empty(), scan.taken(form.decays, form.key, x.device)
+    decay = made(*x.shape[:2], form.heads, *[decays] * (decays > 1))
     scheme, beta = made(x.shape[0], form.heads, 3 * form.free + 1), made(form.heads, form.free)
     flags = [marks.new_empty(marks.shape[:2], dtype=torch.int32), marks.bool()]
     kept = [rest, values, *items, decay if form.decays else empty(), scheme, beta, *flags]

@@ -206,11 +206,11 @@ def scan_enter_backward_kernel(
 def scan_pack_kernel(
     q, k, g, v, f, beta, scheme, q_out, k_out, g_out, items, time, heads, g_row, v_batch, v_row, v_head, f_batch, f_row,
     f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, CAST_Q: tl.constexpr,
-    CAST_K: tl.constexpr, SPREAD: tl.constexpr, LOGITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BROAD: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr,
+    CAST_K: tl.constexpr, GIVEN: tl.constexpr, DECAYS: tl.constexpr, LOGITS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """s [v | e | 1], 0 behind them; q and k in the items' dtype where they have another; where SPREAD, a head's decay
-    g (B, T, H) in every key channel; where LOGITS, logsigmoid(g) / 16."""
+    """s [v | e | 1], 0 behind them; q and k in the items' dtype where they have another; and the DECAYS of each head,
+    (B, T, H, DECAYS), which are the GIVEN ones g or, where LOGITS, logsigmoid(g) / 16; one is spread over many."""
     head, tile, batch = place(heads)
     channel, column, wide, rest = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), tl.arange(0, REST)
     row, cell = tile * ROWS + tl.arange(0, ROWS), batch * heads + head
@@ -235,26 +235,39 @@ def scan_pack_kernel(
     if CAST_K:
         x = tl.load(k + entry * KEY + wide[None], keys, other=0.0)
         tl.store(k_out + entry * KEY + wide[None], x, keys)
-    if SPREAD:
-        x = tl.load(g + entry, inside, other=0.0)
-        tl.store(g_out + entry * KEY + wide[None], x + tl.zeros((ROWS, WIDE), tl.float32), keys)
-    if LOGITS:
-        x = tl.load(g + (batch * time + token) * g_row + head, inside, other=0.0).to(tl.float32)
-        tl.store(g_out + entry, exact_softplus(-x) * (-1 / 16), inside)
+    if DECAYS > 0:
+        decay = tl.arange(0, WIDE if DECAYS > 1 else 1)[None]
+        there = inside & (decay < DECAYS)
+        at = (batch * time + token) * g_row + head * GIVEN + tl.minimum(decay, GIVEN - 1)
+        x = tl.load(g + at, there, other=0.0).to(tl.float32)
+        if LOGITS:
+            x = exact_softplus(-x) * (-1 / 16)
+        tl.store(g_out + entry * DECAYS + decay, x, there)
+
+
+@triton.jit
+def store_decays(to, x, inside, decay, GIVEN: tl.constexpr, DECAYS: tl.constexpr, ADD: tl.constexpr):
+    """Store what DECAYS get, summed where a single one was GIVEN; ADD: beside what is there."""
+    if GIVEN < DECAYS:
+        x, there = tl.sum(x, 1)[:, None], inside
+    else:
+        to, there = to + decay, inside & (decay < DECAYS)
+    if ADD:
+        x += tl.load(to, there, other=0.0).to(tl.float32)
+    tl.store(to, x, there)
 
 
 @triton.jit
 def scan_pack_backward_kernel(
     d_items, d_decay, g, f, beta, scheme, d_g, d_v, d_f, d_beta, time, heads, g_row, d_g_row, f_batch, f_row, f_head,
     d_v_row, d_v_head, d_f_row, d_f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr,
-    WIDTH: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr, LOGITS: tl.constexpr, SLOPE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
+    WIDTH: tl.constexpr, SHARED: tl.constexpr, GIVEN: tl.constexpr, DECAYS: tl.constexpr, LOGITS: tl.constexpr,
+    SLOPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """df = beta exp(z) de, which d_v gets beside the mean's gradient where SHARED; where SPREAD, the sum of the
-    decays' gradients of a head; where LOGITS, the gradient of the decay's. d_beta: of this tile,
-    sum_i exp(z) de (f - m), where SLOPE of theta."""
+    """df = beta exp(z) de, which d_v gets beside the mean's gradient where SHARED; of the GIVEN decays or logits, from
+    those of the DECAYS. d_beta: of this tile, sum_i exp(z) de (f - m), where SLOPE of theta."""
     head, tile, batch = place(heads)
-    channel, column, wide = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE)
+    channel, column = tl.arange(0, COLUMNS), tl.arange(0, BROAD)
     row, cell = tile * ROWS + tl.arange(0, ROWS), batch * heads + head
     token, inside = row.to(tl.int64)[:, None], (row < time)[:, None]
     token += batch * time
@@ -277,13 +290,14 @@ def scan_pack_backward_kernel(
         d_e *= slope_of_beta(rate)
     tilt = tl.sum(tl.where(in_free, d_e * (x - middle), 0.0), 0)
     tl.store(d_beta + (batch * tl.num_programs(0) + tl.program_id(0)) * FREE + channel, tilt, channel < FREE)
-    if SPREAD:
-        each = tl.load(d_decay + entry * KEY + wide[None], inside & (wide < KEY)[None], other=0.0).to(tl.float32)
-        tl.store(d_g + entry, tl.sum(each, 1)[:, None], inside)
-    if LOGITS:
-        x = tl.load(g + token * g_row + head, inside, other=0.0).to(tl.float32)
-        d_x = tl.load(d_decay + entry, inside, other=0.0) * (1 / 16) * tl.sigmoid(-x)
-        tl.store(d_g + token * d_g_row + head, d_x, inside)
+    if DECAYS > 0:
+        decay = tl.arange(0, WIDE if DECAYS > 1 else 1)[None]
+        there = inside & (decay < DECAYS)
+        d_x = tl.load(d_decay + entry * DECAYS + decay, there, other=0.0).to(tl.float32)
+        if LOGITS:
+            at = token * g_row + head * GIVEN + tl.minimum(decay, GIVEN - 1)
+            d_x *= (1 / 16) * tl.sigmoid(-tl.load(g + at, there, other=0.0).to(tl.float32))
+        store_decays(d_g + token * d_g_row + head * GIVEN, d_x, inside, decay, GIVEN, DECAYS, False)
 
 
 @triton.jit
