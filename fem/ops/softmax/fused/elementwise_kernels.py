@@ -254,6 +254,8 @@ def mix_kernel(
         in_free = rows[:, None] & there[None]
         total = tl.load(summed + MEAN, in_free, other=1.0).to(tl.float32) if SHARED else tl.where(in_free, u, 1.0)
         doubtful = is_doubtful(total, narrow[None])
+        flag = flags + (batch * heads + head) * tl.num_programs(1) + tile
+        tl.store(flag, tl.max(doubtful.to(tl.int32)))
         lift, _ = level(total, narrow[None], doubtful)
         free_energy = shift[None] + lift / rate[None]
         if SHARED:
@@ -263,8 +265,6 @@ def mix_kernel(
             u += tl.sigmoid(logit) * (free_energy - u)
         else:
             u = tl.where(in_free, free_energy, u)
-        flag = flags + (batch * heads + head) * tl.num_programs(1) + tile
-        tl.store(flag, tl.max(doubtful.to(tl.int32)))
     if GATED:
         logit = load_logits(outer, outer_up, outer_bias, token, rows, head, column, outer_row, width, RANK)
         u *= gate(logit, inside, width, eps)
