@@ -71,9 +71,12 @@ def _softmax_reads(layer, call: Call) -> bool:
 
 
 def _linear_reads(layer, call: Call) -> bool:
-    """A normalised causal prior, without states."""
-    config = layer.config
-    if call.memory is not None or call.tokens.keep is not None:
+    """A normalised causal prior, no state before the call; one is returned in eager calls without gradients, also of
+    padded rows."""
+    config, first = layer.config, call.memory == {}
+    if call.memory or (first and (torch.is_grad_enabled() or torch.compiler.is_compiling())):
+        return False
+    if call.tokens.keep is not None and not first:
         return False
     if config.backend not in ("auto", "triton") or not (config.causal and config.normalize):
         return False
@@ -99,12 +102,14 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
     from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
     tokens, order = call.tokens, None
-    if tokens.keep is not None:  # in a cache, too, masked tokens may stand behind the kept ones
+    if tokens.keep is not None:
         tokens, order = kept_first(tokens.keep, None)
-        features, tokens = order.kept_first(features), replace(tokens, keep=order.kept)
+        features, call = order.kept_first(features), call._replace(tokens=tokens)
     options, tensors = _softmax_options(layer, call.x), _tensors(layer, call, features)
     if call.memory is not None:
         o, k, v = prefill(options, *tensors)
+        if order is not None:  # in a cache, too, masked tokens may stand behind the kept ones
+            tokens = replace(tokens, keep=order.kept)
         beta = layer.temperature(call.x)
         v, free_values = layer.pair(v, beta)
         return o if order is None else order.as_before(o), append({}, k, v, beta, tokens, False, free_values)
@@ -115,15 +120,20 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
     return mixed_read(options, *tensors, seen), None
 
 
-def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, None]:
-    from fem.ops.linear_attention.mixed_read import mixed_read  # by Triton, which the library does not require
+def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
+    from fem.ops.linear_attention.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
-    weights, biases, *inputs = _tensors(layer, call, features)
-    if layer.config.decay == "scalar":
+    config, (weights, biases, *inputs) = layer.config, _tensors(layer, call, features)
+    if config.decay == "scalar":
         weights[-1], biases[-1] = (
-            x if x is None else x.expand(layer.config.n_head, *x.shape[1:]) for x in (weights[-1], biases[-1])
+            x if x is None else x.expand(config.n_head, *x.shape[1:]) for x in (weights[-1], biases[-1])
         )
-    return mixed_read(_linear_options(layer), weights, biases, *inputs, call.tokens.start), None
+    inputs = _linear_options(layer), weights, biases, *inputs, call.tokens.start
+    if call.memory is None:
+        return mixed_read(*inputs), None
+    o, memory = prefill(*inputs, call.tokens.keep)
+    memory = memory._replace(log_weight=memory.log_weight.squeeze(-1))._asdict()
+    return o, {name: x for name, x in memory.items() if config.use_lse or name != "free_energy"}
 
 
 def _bounded(layer, call: Call) -> bool:
@@ -193,11 +203,11 @@ def _kernel(device: int, heads: int, kv_heads: int, key_width: int, width: int, 
 
 def _tables(prior: Prior, call: Call) -> Sequence[Float[Tensor, "#b t p"] | Float[Tensor, "t p"] | None]:
     """cos and sin of the angles of the tokens' positions, in float32. Layers of equal frequencies share them, but for
-    documents, in whose rows a position stands anywhere."""
+    documents and masked tokens, in whose rows a position stands anywhere."""
     if not prior.config.use_rope:
         return None, None
-    tables = _shared_tables(prior, call.x)
-    return tables if call.tokens.start is None else [table[call.tokens.position] for table in tables]
+    tables, anywhere = _shared_tables(prior, call.x), call.tokens.start is not None or call.tokens.keep is not None
+    return [table[call.tokens.position] for table in tables] if anywhere else tables
 
 
 def _shared_tables(prior: Prior, x: Tensor) -> tuple[Float[Tensor, "t p"], Float[Tensor, "t p"]]:

@@ -69,6 +69,8 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
            "slope *= later + tl", "slope *= 0.0 * later + 0.0 * tl", "tests/layer/test_fused.py"),
     Mutant("decays of channels count the queries in doubt alone", "fem/ops/linear_attention/doubtful_kernels.py",
            " - rise, exists)", " - 0.0 * rise, exists)", "tests/layer/test_fused.py"),
+    Mutant("what doubtful key channels have kept is off", "fem/ops/linear_attention/doubtful_kernels.py",
+           "(log_weight + entry, log_z)", "(log_weight + entry, log_z + 1e-3)", "tests/layer/test_fused.py"),
     Mutant("bfloat16 rounds the gradient of linear attention's weights", "fem/ops/linear_attention/scan_kernels.py",
            "(d_weight - rounded)", "(0.0 * rounded)", "tests/ops/test_scan_kernels.py"),
     # The mathematics of the layer.

@@ -295,6 +295,21 @@ def test_a_model_generates(prior, form, cache):
 
 @full
 @torch.no_grad()
+@pytest.mark.parametrize("prior, marks, most", [
+    ("softmax", {}, 15), ("softmax", PADDING, 44), ("linear", {}, 18), ("linear", PADDING, 31), ("gla", {}, 20),
+    ("gla", PADDING, 34),
+])  # fmt: skip
+def test_a_prompt_waits_for_nothing(prior, marks, most):
+    layer, x = build(256, 4, prior_type=prior).bfloat16().eval(), tokens().bfloat16()
+    for _ in range(3):
+        layer(x, return_state=True, **marks)
+    with card.record() as events:
+        layer(x, return_state=True, **marks)
+    assert not events.waits and events.launches <= most, (events.launches, events.summary())
+
+
+@full
+@torch.no_grad()
 @pytest.mark.parametrize("prior", PRIORS)
 def test_a_token_can_be_captured_in_a_graph(prior):
     layer, x = build(64, 2, prior_type=prior).eval(), tokens(2, 1, 64)

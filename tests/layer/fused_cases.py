@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import fused_on_cpu
 import pytest
@@ -175,22 +176,35 @@ def test_a_token_sees_its_document_and_window_alone(name, documents, spike, monk
         assert (one - other).norm() < 5e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", ["full", "split, conditioner", "F alone", "grouped heads", "attention"])
-def test_tokens_go_on_from_a_fused_prefill(name, padded, monkeypatch):
-    """Padded on the left, and with a hole; NaN stands in masked tokens."""
+SOFTMAX_PROMPTS = ["full", "split, conditioner", "F alone", "grouped heads", "attention"]
+LINEAR_PROMPTS = ["gla", "gla, a decay of each channel", "linear, slim, split, conditioner", "gla, the mean alone"]
+LINEAR_PROMPTS += ["gla, F alone"]
+
+
+@pytest.mark.parametrize("name, padded, documents, doubt", [
+    *product(SOFTMAX_PROMPTS, [False, True], [False], [False]),
+    *product(LINEAR_PROMPTS, [False, True], [False, True], [True]),
+    *product(["gla"], [False, True], [False, True], [False]),
+])  # fmt: skip
+def test_tokens_go_on_from_a_fused_prefill(name, padded, documents, doubt, monkeypatch):
+    """Padded on the left, and with a hole; NaN stands in masked tokens. Also where sums prove nothing."""
     layer, x, keep = build(LAYERS[name]), torch.randn(2, 19, 20), torch.ones(2, 19, dtype=torch.bool)
+    ids = torch.arange(19).ge(7).long().expand(2, -1)
     if padded:
         keep[0, :4] = keep[1, 3:5] = False
+    if doubt:
+        monkeypatch.setattr(scan_kernels, "LEAST_PROVEN", tl.constexpr(1e30))
+    marks = ({"attention_mask": keep} if padded else {}) | ({"segment_ids": ids} if documents else {})
+    part = lambda first, end: {mark: one[:, first:end] for mark, one in marks.items()}  # noqa: E731
     with torch.no_grad():
-        wanted = exact(layer)(x.double(), attention_mask=keep)
+        wanted = exact(layer)(x.double(), **marks)
         x = x.masked_fill(~keep[..., None], torch.nan)
         fused_on_cpu.install(monkeypatch)
         with monkeypatch.context() as fused_alone:
             fused_alone.setattr(layer.prior, "read", None)
-            y, state = layer(x[:, :12], attention_mask=keep[:, :12] if padded else None, return_state=True)
-        z, state = layer(x[:, 12:18], state=state, return_state=True)
-        last, _ = layer(x[:, 18:], state=state, return_state=True)
+            y, state = layer(x[:, :12], return_state=True, **part(0, 12))
+        z, state = layer(x[:, 12:18], state=state, return_state=True, **part(12, 18))
+        last, _ = layer(x[:, 18:], state=state, return_state=True, **part(18, 19))
     found = torch.cat([y, z, last], 1)
     assert (found - wanted)[keep].norm() < 1e-5 * wanted[keep].norm()
 

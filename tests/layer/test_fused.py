@@ -16,9 +16,10 @@ CASES = Path(__file__).with_name("fused_cases.py")
 
 @needs_triton
 def test_a_layer_of_each_kind_reads_as_the_definition_does():
-    """Also linear attention, packed rows, a token's maps, and what joins maps and sums parts."""
+    """Also linear attention, packed rows, prompts, a token's maps, and what joins maps and sums parts."""
     of_softmax, of_linear = "(full and not split)", "eights or (linear and slim)"
     others = "joined or (document_and_window and (full or linear)) or (in_doubt and (eights or channel) and some)"
+    others += " or (go_on and channel)"
     run_cases(CASES, f"(definition and ({of_softmax} or {of_linear})) or one_token or parts_of or {others}")
 
 
@@ -93,7 +94,7 @@ FITS = {  # the layer, what the call says, and whether the fused form reads it
     "gla": (lambda: build(prior_type="gla"), {}, True),
     "gla, padding": (lambda: build(prior_type="gla"), {"attention_mask": ONES.bool()}, True),
     "gla, documents": (lambda: build(prior_type="gla"), {"segment_ids": ONES.long()}, True),
-    "gla, a state": (lambda: build(prior_type="gla"), {"return_state": True}, False),
+    "gla, a state under gradients": (lambda: build(prior_type="gla"), {"return_state": True}, False),
     "gla, a hook": (lambda: hooked(prior_type="gla"), {}, False),
     "gla, an adapter": (lambda: adapted(prior_type="gla"), {}, False),
     "gla, a decay for each key channel": (lambda: build(prior_type="gla", decay="channel"), {}, True),
@@ -111,7 +112,7 @@ def test_only_what_the_fused_form_computes_fits(there, case):
         pytest.importorskip("triton")
     opened = call(layer, torch.randn(2, 5, 16).to(layer.value.weight.dtype), **marks)
     assert fused_layer.fits(layer, opened) is fits
-    if "return_state" in marks and layer.config.prior_type == "softmax":
+    if "return_state" in marks:
         with torch.no_grad():
             assert fused_layer.fits(layer, opened)
 

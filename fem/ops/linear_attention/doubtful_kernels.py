@@ -75,13 +75,17 @@ def values_of_keys(v, f, v_row, f_row, v_at, f_at, key, seen, MEAN: tl.constexpr
 
 
 @triton.jit
-def read_of_token(
-    q, k, g, opens, v, f, shift, narrow, rate, t, row, head, heads, v_row, f_row, v_at, f_at,
+def load_query(q, entry, KEY: tl.constexpr, wide):
+    return tl.load(q + entry * KEY + wide, wide < KEY, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def read_of_query(
+    query, k, g, opens, v, f, shift, narrow, rate, t, row, head, heads, v_row, f_row, v_at, f_at,
     MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, KEYS: tl.constexpr, DECAYS: tl.constexpr, wide, column,
     channel, decay,
 ):  # fmt: skip
-    """A token's query, log sum_i s_ti, mean and F; all 0 where it weighs nothing."""
-    query = tl.load(q + ((row + t) * heads + head) * KEY + wide, wide < KEY, other=0.0).to(tl.float32)
+    """log sum_i s_ti, mean and F of a query at token t; LOG_ZERO and 0 where it weighs nothing."""
     total, carried, start = 0.0, tl.zeros((1, decay.shape[0]), tl.float32), t // KEYS * KEYS
     mean, sums = tl.zeros(column.shape, tl.float32), tl.zeros(channel.shape, tl.float32)
     top, tops = tl.full((), LOG_ZERO, tl.float32), sums + LOG_ZERO
@@ -106,7 +110,7 @@ def read_of_token(
     ratio = sums[None] / total
     lift = tl.where(narrow, log1p(tl.where(narrow, ratio, 0.0)), log_or_zero(ratio) + (tops - top)[None])
     free = tl.sum(shift + lift / rate, 0)
-    return query, top + tl.log(total), tl.where(known, mean / total, 0.0), tl.where(known, free, 0.0)
+    return top + tl.log(total), tl.where(known, mean / total, 0.0), tl.where(known, free, 0.0)
 
 
 @triton.jit
@@ -134,12 +138,38 @@ def doubtful_tokens_kernel(
         shift, narrow, _, rate, _ = load_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
         for t in range(tl.program_id(1), time, tl.num_programs(1)):
             if tl.load(doubtful + cell * time + t) != 0:
-                _, _, value, energy = read_of_token(
-                    q, k, g, opens, v + batch * v_batch, f + batch * f_batch, shift, narrow, rate, t, row, head, heads,
-                    v_row, f_row, head * v_head, head * f_head, MEAN, FREE, KEY, KEYS, DECAYS, wide, column, channel,
-                    decay,
-                )  # fmt: skip
                 entry = (row + t) * heads + head
+                _, value, energy = read_of_query(
+                    load_query(q, entry, KEY, wide), k, g, opens, v + batch * v_batch, f + batch * f_batch, shift,
+                    narrow, rate, t, row, head, heads, v_row, f_row, head * v_head, head * f_head, MEAN, FREE, KEY,
+                    KEYS, DECAYS, wide, column, channel, decay,
+                )  # fmt: skip
+                tl.store(mean + entry * MEAN + column, value, column < MEAN)
+                tl.store(free + entry * FREE + channel, energy, channel < FREE)
+
+
+@triton.jit
+def doubtful_cells_kernel(
+    k, g, opens, v, f, scheme, beta, raised, doubtful, log_weight, mean, free, time, heads, v_batch, v_row, v_head,
+    f_batch, f_row, f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, KEYS: tl.constexpr,
+    DECAYS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write what the marked key channels (B, H, KEY) have kept in the end, the read of a query that is 1 there."""
+    decay = tl.arange(0, WIDE if DECAYS > 1 else 1)
+    head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    cell = batch * heads + head
+    if tl.load(raised + cell) != 0:
+        channel, column, wide, row = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), batch * time
+        shift, narrow, _, rate, _ = load_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
+        for c in range(tl.program_id(1), KEY, tl.num_programs(1)):
+            entry = cell * KEY + c
+            if tl.load(doubtful + entry) != 0:
+                log_z, value, energy = read_of_query(
+                    tl.where(wide == c, 1.0, 0.0), k, g, opens, v + batch * v_batch, f + batch * f_batch, shift, narrow,
+                    rate, time - 1, row, head, heads, v_row, f_row, head * v_head, head * f_head, MEAN, FREE, KEY, KEYS,
+                    DECAYS, wide, column, channel, decay,
+                )  # fmt: skip
+                tl.store(log_weight + entry, log_z)
                 tl.store(mean + entry * MEAN + column, value, column < MEAN)
                 tl.store(free + entry * FREE + channel, energy, channel < FREE)
 
@@ -165,8 +195,9 @@ def doubtful_tokens_backward_kernel(
         for t in range(tl.program_id(1), time, tl.num_programs(1)):
             if tl.load(doubtful + cell * time + t) != 0:
                 entry = (row + t) * heads + head
-                query, log_z, mean, free = read_of_token(
-                    q, k, g, opens, v, f, shift, narrow, rate, t, row, head, heads, v_row, f_row, head * v_head,
+                query = load_query(q, entry, KEY, wide)
+                log_z, mean, free = read_of_query(
+                    query, k, g, opens, v, f, shift, narrow, rate, t, row, head, heads, v_row, f_row, head * v_head,
                     head * f_head, MEAN, FREE, KEY, KEYS, DECAYS, wide, column, channel, decay,
                 )  # fmt: skip
                 of_mean = tl.load(d_mean + entry * MEAN + column, column < MEAN, other=0.0).to(tl.float32)
@@ -203,7 +234,7 @@ def token_of_keys(
     KEY: tl.constexpr, wide, column, channel,
 ):  # fmt: skip
     """A marked token, for keys from which on the decay is `fallen`: its dmean and dF; q a / s, p, w and d."""
-    query = tl.load(q + entry * KEY + wide, wide < KEY, other=0.0).to(tl.float32)
+    query = load_query(q, entry, KEY, wide)
     of_mean = tl.load(d_mean + entry * MEAN + column, column < MEAN, other=0.0).to(tl.float32)
     of_free = tl.load(d_free + entry * FREE + channel, channel < FREE, other=0.0).to(tl.float32)
     known = exact + entry * (FREE + 2)

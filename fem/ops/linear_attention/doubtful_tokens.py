@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fem.ops.common.read import Terms
 from fem.ops.linear_attention import doubtful_kernels as K
 from fem.ops.linear_attention.kernel_read import Sizes, width_of
 
@@ -28,7 +29,7 @@ class Scan(NamedTuple):
     scheme: Float[Tensor, "b h _"]
     beta: Float[Tensor, "h df"]
     raised: Int[Tensor, "b h"]
-    doubtful: Bool[Tensor, "b h t"]
+    doubtful: Bool[Tensor, "b h t"] | Bool[Tensor, "b h dk"]
 
     @property
     def numbers(self) -> list[int]:
@@ -50,6 +51,13 @@ def read_doubtful(sizes: Sizes, scan: Scan, mean: Float[Tensor, "b t h dv"], fre
     """Write the mean and F of the tokens in doubt."""
     sizes.launch(
         K.doubtful_tokens_kernel, scan.grid(sizes), *scan, mean, free, *scan.numbers, KEYS=KEYS, DECAYS=scan.decays
+    )
+
+
+def read_doubtful_cells(sizes: Sizes, scan: Scan, memory: Terms) -> None:
+    """Write what key channels have kept after the last token, of those in doubt, which `scan.doubtful` marks."""
+    sizes.launch(
+        K.doubtful_cells_kernel, scan.grid(sizes), *scan[1:], *memory, *scan.numbers, KEYS=KEYS, DECAYS=scan.decays
     )
 
 

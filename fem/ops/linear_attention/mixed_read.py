@@ -4,8 +4,8 @@
     o = outer gate of (1 - lambda) mean + lambda F of the read by phi(q), phi(k), v and g            (Eq. 4, 7, 10, 11)
 
 The kernels read and write columns of the product, so that one product makes dW and one dx. The read is that of
-`kernel_read`, without a memory; what its sums do not prove is read again on the card, where flags say so. The host
-waits where there are documents, for their borders alone.
+`kernel_read`, without a memory before it; what its sums do not prove is read again on the card, where flags say so. The
+host waits where there are documents, for their borders alone.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from fem.ops.common.backend import on
 from fem.ops.common.joined import Biases, Weights, joined
 from fem.ops.common.operator import operator, refuse_second_derivatives
 from fem.ops.common.part_kernels import summed
+from fem.ops.common.read import Terms
 from fem.ops.common.token_kernels import launch_gate
 from fem.ops.linear_attention import kernel_read as scan
 from fem.ops.linear_attention.doubtful_tokens import (
     Scan,
     read_doubtful,
+    read_doubtful_cells,
     through_doubtful,
     through_doubtful_decays,
 )
@@ -33,6 +35,7 @@ from fem.ops.linear_attention.feature_kernels import launch_features
 from fem.ops.linear_attention.layer_form import Form, Options, logits_of
 
 EVEN = 8  # numbers of 16 bits: rows of another width are multiplied slowly
+NEVER = 1e4  # logits of a decay by nothing
 
 
 def mixed_read(
@@ -56,15 +59,34 @@ def mixed_read(
     v (1 + W_v h), where x is [x, h]. inner_up to outer_bias: the second maps of slim gates. theta: of beta, which is 1
     without one.
     """
+    ups = value_scale, inner_up, inner_bias, outer_up, outer_bias
+    tensors = (x, *_joined(x, weights, biases, ups), theta, cos, sin, opens)
+    if torch.compiler.is_compiling():
+        return _operator(*tensors, list(map(int, options.form)), *options[1:])[0]
+    return _MixedRead.apply(*tensors, options)
+
+
+def prefill(
+    options: Options, weights: Weights, biases: Biases, x: Float[Tensor, "b t f"], *inputs: Tensor | None
+) -> tuple[Float[Tensor, "b t h d"], Terms]:
+    """o of `mixed_read`, in eager calls without gradients, and the memory after the last token.
+
+    inputs: those of `mixed_read`, and which tokens are read, (B, T), or None. The others add and decay nothing.
+    """
+    *ups, theta, cos, sin, opens, keep = inputs
+    tensors = (x, *_joined(x, weights, biases, ups), theta, cos, sin, opens)
+    (o, *_), memory = _read(tensors, *options, differentiated=False, stated=True, keep=keep)
+    return o, memory
+
+
+def _joined(x: Tensor, weights: Weights, biases: Biases, ups: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """W, b and the others in x's dtype, with rows of 0 where the product would be of an odd width."""
     surplus = -sum(map(len, weights)) % EVEN
     if surplus:
         weights = [*weights, weights[0].new_zeros(surplus, weights[0].shape[1])]
         biases = [*biases, None]
-    weight, bias, others = joined(x, weights, biases, (value_scale, inner_up, inner_bias, outer_up, outer_bias))
-    tensors = (x, weight, bias, *others, theta, cos, sin, opens)
-    if torch.compiler.is_compiling():
-        return _operator(*tensors, list(map(int, options.form)), *options[1:])[0]
-    return _MixedRead.apply(*tensors, options)
+    weight, bias, others = joined(x, weights, biases, ups)
+    return [weight, bias, *others]
 
 
 _TENSORS, _LEARNT = 12, 9  # the last three are cos, sin and opens
@@ -95,28 +117,45 @@ def _gradients(backward: Callable[..., list[Tensor]], ctx, grad: Tensor) -> list
 
 
 def _mixed_forward(*inputs, differentiated: bool = True) -> list[Tensor]:
+    return _read(inputs[:_TENSORS], *inputs[_TENSORS:], differentiated)[0]
+
+
+def _read(
+    tensors: Sequence[Tensor | None], form, eps: float, start: float, differentiated: bool, stated: bool = False,
+    keep: Bool[Tensor, "b t"] | None = None,
+) -> tuple[list[Tensor], Terms | None]:  # fmt: skip
     """o, and what the backward needs: the columns behind q and k, with a conditioner the values; q, k, items and decay
-    of the scan, scheme and beta, which tokens are in doubt, mean and F; empty is what is missing."""
-    x, weight, bias, scale, *ups, theta, cos, sin, opens, form, eps, start = inputs
-    form = Form(*form)
+    of the scan, scheme and beta, which tokens are in doubt, mean and F; empty is what is missing. And the memory after
+    the last token, where `stated`."""
+    (x, weight, bias, scale, *ups, theta, cos, sin, opens), form, memory = tensors, Form(*form), None
     with on(x.device):
         phi = _features(form, x, weight, bias, cos, sin, eps)
         rest = F.linear(x, weight[form.keys :], None if bias is None else bias[form.keys :])
         values, *gates, decay = form.parts(rest)
         if form.context:
             values = torch.addcmul(values, values, form.eta(x, scale))
+        if keep is not None:
+            hidden = ~keep.unsqueeze(2)
+            for y, nothing in zip((*(y.flatten(2) for y in phi), decay), (0, 0, NEVER)):
+                None if y is None else y.masked_fill_(hidden, nothing)
         v, f = form.pair(values)
         sizes = scan.Sizes.of(form.mean, form.free, form.key)
         beta = torch.empty(form.heads, form.free, dtype=torch.float32, device=x.device)
-        items, scheme, _, raised = scan.packed(sizes, False, *phi, decay, v, f, beta, [None] * 3, theta, start)
-        sums, _ = scan.with_graph(items, opens, differentiated, last=False)
-        doubtful = torch.empty(*raised.shape, x.shape[1], dtype=torch.bool, device=x.device)
+        items, scheme, heaviest, raised = scan.packed(sizes, False, *phi, decay, v, f, beta, [None] * 3, theta, start)
+        sums, last = scan.with_graph(items, opens, differentiated, stated)
+        doubtful, cells = (
+            torch.empty(*raised.shape, count, dtype=torch.bool, device=x.device) for count in (x.shape[1], form.key)
+        )
         _, *read = scan.unpacked(sizes, sums, items[0], scheme, beta, raised, x.dtype, doubtful)
-        read_doubtful(sizes, Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful), *read)
+        doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful)
+        read_doubtful(sizes, doubt, *read)
+        if stated:
+            memory = scan.unpacked(sizes, last, heaviest, scheme, beta, raised, last.dtype, cells, cells=True)
+            read_doubtful_cells(sizes, doubt._replace(doubtful=cells), memory)
         logits = logits_of(gates, ups) if form.rank else gates
         o = launch_gate(*read, *logits, _split(form), eps, rows_apart=(_row(form, rest), None))
     kept = [rest, values if form.context else None, *items[:-1], scheme, beta, raised, doubtful, *read]
-    return [o, *(x.new_empty(0) if y is None else y for y in kept)]
+    return [o, *(x.new_empty(0) if y is None else y for y in kept)], memory
 
 
 def _mixed_backward(
