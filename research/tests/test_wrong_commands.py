@@ -19,6 +19,7 @@ WRONG = {  # by command: what is typed, and how the sentence begins
         "--mixers full-norm": "the softmax prior is normalised by definition; leave out '-norm'",
         "--prior nothing": "--prior must be one of softmax, ",
         "--learning-rates fast": "--learning-rates must be numbers",
+        "--learning-rates 0.001,0": "--learning-rates must be above 0, got '0.001,0'",
         "--mlp wide": "--mlp must be one of narrowed, kept; got 'wide'.",
         "--seed -1": "--seed must not be negative, got -1.",
     },
@@ -71,6 +72,7 @@ WRONG = {  # by command: what is typed, and how the sentence begins
         "--mixers softmax,fla:DeltaNet": "--mixers ",
         "--profile recall --tasks compression": "--tasks must be from in-context-recall; got 'compression'",
         "--learning-rates 0.1,-1": "--learning-rates must be numbers of 0 or more",
+        "--learning-rates 0": "--learning-rates must be above 0",
         "--weight-decays nan": "--weight-decays must be numbers of 0 or more",
     },
     "plan": {

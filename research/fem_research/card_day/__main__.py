@@ -14,7 +14,7 @@ from fem.provenance import PAGE, provenance
 from fem.recipes import listed
 from fem.tables import markdown_table, show_table
 from fem_research.card_day.recipe import ROWS, TrainingRecipe
-from fem_research.common.mixers import numbers
+from fem_research.common.mixers import above_zero, numbers
 from fem_research.runs.run import without_folders
 from fem_research.runs.tables import write_page
 
@@ -128,7 +128,7 @@ def train(
         )
         for seed in numbers("seeds", seeds)
         for mixer in mixers
-        for rate in numbers("rates", rates)
+        for rate in above_zero("rates", rates)
     ]
     try:
         if warm:

@@ -189,3 +189,11 @@ def numbers(name: str, text: str) -> tuple[float, ...]:
     if not (values and all(0 <= number < math.inf for number in values)):
         raise ValueError(f"{name} must be numbers of 0 or more with commas between them, got {text!r}.")
     return values
+
+
+def above_zero(name: str, text: str) -> tuple[float, ...]:
+    """`numbers` above 0, at which something is learnt."""
+    values = numbers(name, text)
+    if 0 in values:
+        raise ValueError(f"{name} must be above 0, got {text!r}: nothing would be learnt.")
+    return values

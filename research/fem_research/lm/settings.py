@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fem.config import MLPS
 from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive
-from fem_research.common.mixers import UNNORMALISED, canonical, fields_of, numbers, priors, taken_apart
+from fem_research.common.mixers import UNNORMALISED, above_zero, canonical, fields_of, priors, taken_apart
 from fem_research.common.names import display
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class AblateRecipe:
         return list(dict.fromkeys(row_of(name, self.prior) for name in listed(self.rows)))
 
     def rates(self) -> tuple[float, ...]:
-        return numbers("learning_rates", self.learning_rates)
+        return above_zero("learning_rates", self.learning_rates)
 
     def language(self, learning_rate: float, seed: int) -> LanguageRecipe:
         from fem_research.lm.small import LanguageRecipe

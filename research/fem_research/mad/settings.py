@@ -9,7 +9,7 @@ from fem.config import MLPS
 from fem.extras import how_to_install
 from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive, require_some_of
 from fem_research.common.grid import digest_of
-from fem_research.common.mixers import INITIALISATIONS, PUBLISHED, available, known, numbers
+from fem_research.common.mixers import INITIALISATIONS, PUBLISHED, above_zero, available, known, numbers
 from fem_research.common.names import as_shown
 from fem_research.mad.tasks import TASKS, build
 
@@ -214,7 +214,8 @@ class MADRecipe:
         chosen = {name: getattr(self, name) for name in ("learning_rates", "weight_decays") if getattr(self, name)}
         profile = PROFILES[self.profile]
         training = replace(profile.training, mlp=self.mlp)
-        return replace(profile, training=training, **{name: numbers(name, text) for name, text in chosen.items()})
+        read = {"learning_rates": above_zero, "weight_decays": numbers}
+        return replace(profile, training=training, **{name: read[name](name, text) for name, text in chosen.items()})
 
     def cost(self) -> str:
         """The sweep's cost at most: trainings, optimiser steps, and tokens that a model reads in training."""

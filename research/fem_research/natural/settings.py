@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive, require_some_of
 from fem_research.common.grid import digest_of
-from fem_research.common.mixers import INITIALISATIONS, POOLS, numbers
+from fem_research.common.mixers import INITIALISATIONS, POOLS, above_zero
 
 SETS = {  # the package that ships the set, and what is asked
     "musk1": ("mil", "does a molecule, a set of its shapes, smell of musk"),
@@ -47,7 +47,7 @@ class NaturalRecipe:
         require_one_of("initialisation", self.initialisation, INITIALISATIONS)
         if self.folds < 2:
             raise ValueError(f"folds must be at least 2, got {self.folds}.")
-        numbers("learning_rates", self.learning_rates)
+        above_zero("learning_rates", self.learning_rates)
 
     @property
     def set_names(self) -> list[str]:
@@ -62,7 +62,7 @@ class NaturalRecipe:
         shared = {
             key: getattr(self, key) for key in ("width", "heads", "mlp_width", "initialisation", "batch", "steps")
         }
-        rates = list(numbers("learning_rates", self.learning_rates))
+        rates = list(above_zero("learning_rates", self.learning_rates))
         return [
             Job(name=name, files=files, pool=pool, folds=self.folds, fold=fold, seed=seed, rates=rates, training=shared)
             for seed in range(self.seed, self.seed + self.seeds)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive, require_some_of
-from fem_research.common.mixers import INITIALISATIONS, KNOWN_ANSWERS, POOLS, UNTYPED, canonical, numbers
+from fem_research.common.mixers import INITIALISATIONS, KNOWN_ANSWERS, POOLS, UNTYPED, above_zero, canonical
 from fem_research.common.names import as_shown
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class RegimesRecipe:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        return numbers("learning_rates", self.learning_rates)
+        return above_zero("learning_rates", self.learning_rates)
 
     @property
     def training(self) -> Training:
