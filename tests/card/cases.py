@@ -194,6 +194,13 @@ def test_padded_rows_of_an_unfused_conditioner_are_compiled(fields):
     torch.compile(layer)(tokens(), **PADDING).sum().backward()
 
 
+@full
+@pytest.mark.parametrize("prior", ["linear", "gla"])
+def test_a_read_in_both_directions_is_compiled_in_float32(prior):
+    """Triton had failed at inductor's code for the backward of the merged reads and the gates."""
+    torch.compile(build(256, 4, prior_type=prior, causal=False))(tokens()).sum().backward()
+
+
 @pytest.mark.parametrize("prior", PRIORS)
 def test_the_widest_heads_fit_the_card(prior):
     for dtype in (torch.float32, torch.bfloat16):

@@ -69,20 +69,20 @@ def merge(one: Terms, other: Terms, beta: Tensor) -> Terms:
     """
     gain = other.log_weight.clamp_min(LOG_ZERO) - one.log_weight.clamp_min(LOG_ZERO)
     weight = log_add(one.log_weight, other.log_weight)
-    base, rest, logit = _heavier_first(beside(gain, one.mean), one.mean, other.mean)
-    mean = base + torch.sigmoid(logit) * (rest - base)
+    base, above, logit = _heavier_first(beside(gain, one.mean), one.mean, other.mean)
+    mean = base + torch.sigmoid(logit) * above
     gain = beside(gain, one.free_energy)
     return Terms(weight, mean, merge_energies(gain, one.free_energy, other.free_energy, beta))
 
 
 def _heavier_first(gain: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The heavier of the two, the lighter one, and the logit of the lighter one's share, which is not rounded away.
+    """The heavier of the two, how far the lighter one is above it, and the logit of the lighter one's share, which is
+    not rounded away.
 
-    gain: the logit of the other's share.
+    gain: the logit of the other's share. Triton fails at inductor's code for a choice of the lighter one itself.
     """
-    heavier = gain > 0
-    base, rest = torch.where(heavier, other, one), torch.where(heavier, one, other)
-    return base, rest, torch.where(heavier, -gain, gain)
+    heavier, above = gain > 0, other - one
+    return torch.where(heavier, other, one), torch.where(heavier, -above, above), torch.where(heavier, -gain, gain)
 
 
 def log(x: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ def merge_energies(gain: Tensor, one: Tensor, other: Tensor, beta: Tensor) -> Te
     F is computed as the heavier one's plus a difference, so that a light addition is not rounded away; by log1p and
     expm1 where both are near each other, so that a small beta does not magnify the rounding of a logarithm.
     """
-    base, rest, logit = _heavier_first(gain, one, other)
-    lift = beta * (rest - base)
+    base, above, logit = _heavier_first(gain, one, other)
+    lift = beta * above
     is_near = lift < _NEAR
     small = lift.clamp(max=_NEAR)
     grown = torch.where(small > -1, small.clamp(min=-1).expm1(), small.exp() - 1)  # expm1 loses its slope below -17
