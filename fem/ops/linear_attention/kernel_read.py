@@ -248,7 +248,7 @@ def launch_pack_backward(
 ):
     """Write d_v and d_f, or where that is None d_v for both; `tilt`; and d_g, None where it is d_decay itself."""
     batch, time, heads = f.shape[:3]
-    given, decays = 0 if d_g is None else d_g.shape[2:].numel() // heads, 0 if d_g is None else width_of(d_decay)
+    given, decays = (0, 0) if d_g is None else (d_g.shape[2:].numel() // heads, width_of(d_decay))
     row = lambda x: 0 if x is None else x.stride(1)  # noqa: E731
     sizes.launch(
         K.scan_pack_backward_kernel, (heads * sizes.tiles(time), batch, 1), d_items.contiguous(), d_decay, g, f, beta,

@@ -136,20 +136,21 @@ def _read(
             values = torch.addcmul(values, values, form.eta(x, scale))
         if keep is not None:
             hidden = ~keep.unsqueeze(2)
-            for y, nothing in zip((*(y.flatten(2) for y in phi), decay), (0, 0, NEVER)):
-                None if y is None else y.masked_fill_(hidden, nothing)
+            for y in phi:
+                y.masked_fill_(hidden.unsqueeze(3), 0)
+            if decay is not None:
+                decay.masked_fill_(hidden, NEVER)
         v, f = form.pair(values)
         sizes = scan.Sizes.of(form.mean, form.free, form.key)
         beta = torch.empty(form.heads, form.free, dtype=torch.float32, device=x.device)
         items, scheme, heaviest, raised = scan.packed(sizes, False, *phi, decay, v, f, beta, [None] * 3, theta, start)
         sums, last = scan.with_graph(items, opens, differentiated, stated)
-        doubtful, cells = (
-            torch.empty(*raised.shape, count, dtype=torch.bool, device=x.device) for count in (x.shape[1], form.key)
-        )
+        doubtful = torch.empty(*raised.shape, x.shape[1], dtype=torch.bool, device=x.device)
         _, *read = scan.unpacked(sizes, sums, items[0], scheme, beta, raised, x.dtype, doubtful)
         doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful)
         read_doubtful(sizes, doubt, *read)
         if stated:
+            cells = torch.empty(*raised.shape, form.key, dtype=torch.bool, device=x.device)
             memory = scan.unpacked(sizes, last, heaviest, scheme, beta, raised, last.dtype, cells, cells=True)
             read_doubtful_cells(sizes, doubt._replace(doubtful=cells), memory)
         logits = logits_of(gates, ups) if form.rank else gates
