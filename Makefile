@@ -22,7 +22,7 @@ help:
 	@echo "make types     mypy on a user's file"
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
 	@echo "make chaos     kills and stops 53 small trainings; what became of them, into research/results/checks"
-	@echo "make card      the library on PyTorch's CUDA build and a card that is not there, into .card (2 GB)"
+	@echo "make card      the library on PyTorch's CUDA build and a card that is not there, into .card (2 GB); TORCH=2.11.0: another PyTorch"
 	@echo "make card-day  SLICE=text, train, long, table7, layers or mad: what waits for a GPU, in slices of nine minutes (docs/card_day.md)"
 	@echo "make install   only install, into $(VENV)"
 
@@ -143,12 +143,14 @@ clients: install
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m clients research/results/checks
 
 # Launches, waits and bytes on six kinds of GPU, none of which is here: docs/card.md.
+# TORCH: another version of PyTorch than the pinned one, into a folder of its own, with the Triton that it asks for.
 CARDS ?= 75 80 89 90 100 120
+CARD = .card$(TORCH:%=-%)
 card: install
-	$(BIN)/python tests/card/build.py .card
+	$(BIN)/python tests/card/build.py $(CARD) $(or $(TORCH),$(shell sed -n 's/^torch==//p' constraints.txt))
 	@for sm in $(CARDS); do \
 		echo "sm_$$sm"; \
-		PYTHONPATH=$(CURDIR) FAKE_SM=$$sm .card/run -m pytest -q -o addopts= --show-capture=no -p no:cacheprovider tests/card/cases.py || exit 1; \
+		PYTHONPATH=$(CURDIR) FAKE_SM=$$sm $(CARD)/run -m pytest -q -o addopts= --show-capture=no -p no:cacheprovider tests/card/cases.py || exit 1; \
 	done
 
 # What waits for a real card, a slice a call. ARGS are the slice's own options; SLICE=train ARGS=--help lists them.

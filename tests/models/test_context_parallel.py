@@ -21,7 +21,7 @@ def test_one_part_is_the_whole_row_and_afterwards_the_model_is_as_before(prior, 
     model, ids = small_model({"use_conv": True}, prior_type=prior), tokens(2, 9)
     wanted = model(ids).logits
     with context_parallel(model, mesh):
-        assert torch.allclose(model(own_part(ids, mesh), use_cache=False).logits, wanted, atol=1e-6)
+        assert torch.allclose(model(own_part(ids, mesh), use_cache=False).logits, wanted, atol=1e-5)
     assert torch.equal(model(ids).logits, wanted)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     model.generate(ids, max_new_tokens=2, pad_token_id=0)

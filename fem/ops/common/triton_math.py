@@ -9,12 +9,13 @@ from triton.language.extra.cuda import libdevice
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LEAST_PROVEN = tl.constexpr(8.75651076269652e-27)  # e^-60
 LOG_2 = tl.constexpr(0.6931471805599453)
+IEEE = tl.constexpr("ieee")  # of a plain string Triton 3.6 makes no constant where it is a default
 STEP = tl.constexpr(16)  # inner columns of a product at a time: with 64 a thread holds half as many registers again
 NO_FRACTION = tl.constexpr(8388608.0)  # 2^23: float32 has no fractions from here on
 
 
 @triton.jit
-def dot(left, right, total, PRECISION: tl.constexpr = "ieee"):
+def dot(left, right, total, PRECISION: tl.constexpr = IEEE):
     """total + left right, in float32; PRECISION: how numbers of 32 bits are multiplied."""
     if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16
         left, right = left.to(tl.float32), right.to(tl.float32)

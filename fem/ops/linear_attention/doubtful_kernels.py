@@ -64,7 +64,11 @@ def scores_of_keys(
     entry = (row + key) * heads + head
     keys = load_columns(k, entry, KEY, 0, KEY, wide, key <= t)
     fall = fall_into(g, opens, row + key + 1, entry + heads, key < t, DECAYS, decay)
-    log_s, a, s = scores(query, keys, carried + tl.cumsum(fall, 0, reverse=True))
+    if DECAYS == 1:  # Triton 3.6 fails at a scan of one column
+        later = tl.sum(tl.where(key[:, None] <= key[None], tl.trans(fall), 0.0), 1)[:, None]
+    else:
+        later = tl.cumsum(fall, 0, reverse=True)
+    log_s, a, s = scores(query, keys, carried + later)
     return log_s, keys * a / s[:, None], carried + tl.sum(fall, 0)[None]
 
 
