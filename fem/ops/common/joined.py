@@ -41,7 +41,7 @@ def join_maps_kernel(
     """
     row, first = tl.program_id(0).to(tl.int64), 0
     column = tl.arange(0, COLUMNS)
-    for n in tl.static_range(len(weights)):
+    for n in tl.static_range(len(widths)):
         if (row >= first) & (row < ends[n]):
             if weights[n] is not None:
                 own, whole = weights[n] + (row - first) * widths[n] + column, weight + row * inputs + column
@@ -53,7 +53,7 @@ def join_maps_kernel(
                     tl.store(bias + row, 0.0)
         first = ends[n]
     block = row - first
-    for n in tl.static_range(len(others)):
+    for n in tl.static_range(len(sizes)):
         if others[n] is not None:
             at = block * COLUMNS + column
             if (block >= 0) & (block * COLUMNS < sizes[n]):
