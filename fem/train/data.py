@@ -192,17 +192,20 @@ def digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def identity(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, str | None]:
-    """All that decides the tokens: digests of the tokenizer and of the files, or a hub dataset's name and subset."""
+def identity(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast | None = None) -> dict[str, str | None]:
+    """All that decides the tokens: digests of the tokenizer, if given, and of the files, or a hub dataset's name and
+    subset."""
     files = local_files(recipe.data)
     content = "\n".join(f"{FORMATS[path.suffix.lower()]} {digest(path)}" for path in files or ())
-    spelt = f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
-    return {
+    found = {
         "data": recipe.data if files is None else hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
         "subset": recipe.subset if files is None else None,
         "field": recipe.field,
-        "tokenizer": hashlib.blake2b(spelt.encode(), digest_size=16).hexdigest(),
     }
+    if tokenizer is not None:
+        spelt = f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
+        found["tokenizer"] = hashlib.blake2b(spelt.encode(), digest_size=16).hexdigest()
+    return found
 
 
 def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast:
