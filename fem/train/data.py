@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from glob import escape
 from itertools import groupby, islice
 from pathlib import Path
 
@@ -116,7 +117,8 @@ def documents(recipe: TrainRecipe) -> list[tuple[IterableDataset, str]]:
             parts.append((load_dataset(recipe.data, recipe.subset, split="train", streaming=True), recipe.field))
         for kind, some in groupby(files or (), key=lambda path: FORMATS[path.suffix.lower()]):
             how = {"sample_by": "document", "encoding": "utf-8-sig"} if kind == "text" else {}
-            part = load_dataset(kind, data_files=[str(path) for path in some], split="train", streaming=True, **how)
+            names = [escape(str(path)) for path in some]  # in which `datasets` reads patterns
+            part = load_dataset(kind, data_files=names, split="train", streaming=True, **how)
             parts.append((part, "text" if kind == "text" else recipe.field))
         firsts = [(next(iter(part), None), field) for part, field in parts]
     except UnicodeDecodeError as error:
