@@ -34,6 +34,14 @@ def finite_number(name: str, value, low: float, high: float) -> float:
     return float(value)
 
 
+def require_text(name: str, value: str) -> None:
+    """Raise ValueError on bytes that are no UTF-8, which a command line hands on as half characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must be text in UTF-8, got {value!r}.") from None
+
+
 def unknown_field(owner: str, name: str, value, known: Collection[str]) -> TypeError:
     """The error for a field that a configuration, `owner`, does not have."""
     near = " or ".join(map(repr, difflib.get_close_matches(name, known, 2)))

@@ -31,8 +31,10 @@ def require_positive(recipe: Any, *names: str) -> None:
 
 
 def require_not_negative(recipe: Any, *names: str) -> None:
-    """Raises ValueError where one of these fields is negative, infinite or no number."""
+    """Raises ValueError where one of these fields is negative, infinite or no number, and on a seed from 2^32 on."""
     for name in names:
+        if name == "seed" and recipe.seed >= 2**32:
+            raise ValueError(f"seed must be below 2^32, got {recipe.seed}.")
         if not (getattr(recipe, name) >= 0 and math.isfinite(getattr(recipe, name))):
             raise ValueError(f"{name} must not be negative, got {getattr(recipe, name)}.")
 

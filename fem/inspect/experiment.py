@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from fem.checks import require_text
 from fem.inspect import MOST_TOKENS
 from fem.inspect.layers import LayerTables, by_division, layer_tables, readers, readings
 from fem.provenance import CONFIG, RESULTS, check_output, circumstances, write_json
@@ -52,6 +53,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], li
     A token that ends inside a character or is not in the text stands for what it decodes to.
     Raises ValueError on more than MOST_TOKENS tokens, and on none.
     """
+    require_text("text", text)
     encoded = tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
     ids = encoded["input_ids"]
     if not 1 <= len(ids) <= MOST_TOKENS:

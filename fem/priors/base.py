@@ -88,6 +88,15 @@ class Prior(nn.Module, ABC):
                 f"read of the prior {self.name!r} must return a free energy, or None where beta is None, got "
                 f"{'None' if found[0].free_energy is None else 'one without a beta'}."
             )
+        if torch.compiler.is_compiling():  # a comparison would become a guard of the graph
+            return found
+        of = {"mean": inputs[1], "free_energy": inputs[1] if len(inputs) < 6 or inputs[5] is None else inputs[5]}
+        for name, v in of.items():
+            x, wanted = getattr(found[0], name), (*v.shape[:2], getattr(self.config, "n_head", v.shape[2]), v.shape[3])
+            if x is not None and tuple(x.shape) != wanted:
+                raise ValueError(
+                    f"read of the prior {self.name!r} must return a {name} of shape {wanted}, got {tuple(x.shape)}."
+                )
         return found
 
     @staticmethod

@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from glob import escape
 from itertools import groupby, islice
 from pathlib import Path
 
@@ -116,7 +117,8 @@ def documents(recipe: TrainRecipe) -> list[tuple[IterableDataset, str]]:
             parts.append((load_dataset(recipe.data, recipe.subset, split="train", streaming=True), recipe.field))
         for kind, some in groupby(files or (), key=lambda path: FORMATS[path.suffix.lower()]):
             how = {"sample_by": "document", "encoding": "utf-8-sig"} if kind == "text" else {}
-            part = load_dataset(kind, data_files=[str(path) for path in some], split="train", streaming=True, **how)
+            names = [escape(str(path)) for path in some]  # in which `datasets` reads patterns
+            part = load_dataset(kind, data_files=names, split="train", streaming=True, **how)
             parts.append((part, "text" if kind == "text" else recipe.field))
         firsts = [(next(iter(part), None), field) for part, field in parts]
     except UnicodeDecodeError as error:
@@ -192,17 +194,20 @@ def digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def identity(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, str | None]:
-    """All that decides the tokens: digests of the tokenizer and of the files, or a hub dataset's name and subset."""
+def identity(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast | None = None) -> dict[str, str | None]:
+    """All that decides the tokens: digests of the tokenizer, if given, and of the files, or a hub dataset's name and
+    subset."""
     files = local_files(recipe.data)
     content = "\n".join(f"{FORMATS[path.suffix.lower()]} {digest(path)}" for path in files or ())
-    spelt = f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
-    return {
+    found = {
         "data": recipe.data if files is None else hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
         "subset": recipe.subset if files is None else None,
         "field": recipe.field,
-        "tokenizer": hashlib.blake2b(spelt.encode(), digest_size=16).hexdigest(),
     }
+    if tokenizer is not None:
+        spelt = f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
+        found["tokenizer"] = hashlib.blake2b(spelt.encode(), digest_size=16).hexdigest()
+    return found
 
 
 def load_tokenizer(recipe: TrainRecipe, output: Path) -> PreTrainedTokenizerFast:

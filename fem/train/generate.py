@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from fem.checks import require_text
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from transformers.generation import BaseStreamer
@@ -32,6 +34,7 @@ def continue_prompt(
     """
     import torch
 
+    require_text("prompt", prompt)
     begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     ids = tokenizer(prompt)["input_ids"] or [begin]
     if ids == [None]:
@@ -42,9 +45,9 @@ def continue_prompt(
         raise ValueError(
             f"prompt and max_new_tokens must fit into the context of {context} tokens, got {len(ids)} and {new}."
         )
-    sampling = (
-        {"do_sample": True, "temperature": float(temperature), "top_k": top_k} if temperature else {"do_sample": False}
-    )
+    sampling = {"do_sample": True, "temperature": float(temperature), "top_k": top_k}
+    if 0 <= temperature < 1e-30:  # by which float32 cannot divide logits
+        sampling = {"do_sample": False}
     prompt_ids = torch.tensor([ids], device=model.device)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -66,8 +66,6 @@ class TrainRecipe:
         require_positive(self, *counts, "learning_rate", "clip")
         require_not_negative(self, "validation_rows", "weight_decay", "seed")
         require_not_negative(self, *(["warmup_steps"] if self.warmup_steps is not None else []))
-        if self.seed >= 2**32:
-            raise ValueError(f"seed must be below 2^32, got {self.seed}.")
         if self.context < 2:
             raise ValueError(f"context must be at least 2 tokens, of which one predicts, got {self.context}.")
         if not 0 <= self.beta2 < 1:

@@ -106,6 +106,7 @@ def prepare(recipe: TrainRecipe, output: Path, resume: bool, held: ExitStack) ->
     config = begun(recipe, output, resume)
     new = made and config is None
     if config is not None and finished(recipe, output):
+        refuse_changed(config, identity(recipe), output)
         note(f"the run in {str(output)!r} is finished, all of {recipe.max_steps} steps; --steps extends it.")
         return
     config = config or {"experiment": "train", "format": FORMAT, "data": None, "seed": recipe.seed}
@@ -118,9 +119,7 @@ def prepare(recipe: TrainRecipe, output: Path, resume: bool, held: ExitStack) ->
         if not isinstance(model_config(recipe, entries(tokenizer)), FEMConfig):
             note(f"in {recipe.architecture!r} a token sees the documents before its own in the row.")
         source = identity(recipe, tokenizer)
-        if changed := [name for name in source if (config["data"] or source)[name] != source[name]]:
-            told = f"data have changed since the run in {str(output)!r} began: another {' and '.join(changed)}"
-            raise ValueError(f"{told}; give another --output.")
+        refuse_changed(config, source, output)
         config["data"] = source
         write_json(output / CONFIG, config | circumstances())
         write_tokens(recipe, tokenizer, source, output / TOKENS)
@@ -131,6 +130,13 @@ def prepare(recipe: TrainRecipe, output: Path, resume: bool, held: ExitStack) ->
         raise
     shutil.rmtree(output / STAGING, ignore_errors=True)
     (output / RESULTS).unlink(missing_ok=True)
+
+
+def refuse_changed(config: dict, source: dict, output: Path) -> None:
+    """Raises ValueError where the run of this config.json began with data of another `identity`."""
+    if changed := [name for name in source if (config["data"] or source)[name] != source[name]]:
+        told = f"data have changed since the run in {str(output)!r} began: another {' and '.join(changed)}"
+        raise ValueError(f"{told}; give another --output.")
 
 
 def finished(recipe: TrainRecipe, output: Path) -> dict | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fem.provenance import in_words, replacing
+from fem.provenance import in_words, note, replacing
 from fem_research.common.mixers import canonical, fields_of
 from fem_research.common.names import display
 
@@ -268,6 +268,9 @@ def append(folder: Path, run: str, command: str, config: Mapping, results: Mappi
                 raise ValueError(
                     f"runs must have names of their own, got {run!r}, which {path.name} has of {row['command']!r}."
                 )
+        earlier = {row.get("date") for row in kept if row["run"] == run} - {row.get("date") for row in found}
+        if earlier:
+            note(f"the rows of {run!r} in {path.name} were made on {max(earlier)}; they are replaced.")
         kept = [row for row in kept if row["run"] != run]
         rows = [*kept, *found]
         with replacing(path) as staged, open(staged, "w", newline="", encoding="utf-8") as file:

@@ -13,8 +13,7 @@ from matplotlib.colors import to_rgb
 from fem.priors import PRIORS
 from fem_research.common.blocks import PUBLISHED
 from fem_research.common.mixers import canonical, mixer_config
-from fem_research.common.names import FULL_COLOURS, GREYS, OTHER_GREY, PART_COLOURS, colour, display
-from fem_research.forecast.experiment import OWN_COLOURS
+from fem_research.common.names import FULL_COLOURS, GREYS, OTHER_GREY, OWN_COLOURS, PART_COLOURS, colour, display
 
 PARTS = ["", "G", "L", "LG", "LT", "LTG", "C", "CG", "CL", "CLG", "CLT", "CLTG"]
 ALL = sorted(

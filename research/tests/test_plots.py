@@ -6,6 +6,7 @@ pytest.importorskip("matplotlib", reason="needs free-energy-mixer[cli]")
 
 from matplotlib.image import imread
 
+from fem_research.common import pictures
 from fem_research.common.plots import Panel, dots, learning_curves
 
 
@@ -21,3 +22,10 @@ def test_curves_and_dots_are_written(tmp_path):
     dots(tmp_path / "dots.png", "title", scores, {"FEM": "#1f5fbf"})
     for name in ("curves.png", "dots.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_forecasters_have_the_names_and_colours_of_the_tables(tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "dots", lambda path, title, panels, colours: drawn.update(colours))
+    drawn = {}
+    pictures.scores(tmp_path, [{"task": "ETTh1", "mixer": name, "score": 0.4} for name in ("none", "dlinear", "FEM")])
+    assert drawn == {"no mixer": "#111827", "DLinear": "#a08c74", "FEM": "#1f5fbf"}

@@ -58,7 +58,7 @@ def test_a_run_s_trainings_join_the_record_and_the_pages_are_drawn(tmp_path, out
     assert (output / "dots.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_is_added_again_replaces_its_own_rows_alone(tmp_path, output):
+def test_a_run_that_is_added_again_replaces_its_own_rows_alone(tmp_path, output, capsys):
     one, two = (made_up_run(tmp_path / name) for name in ("one", "two"))
     add_runs([one, two], output)
     (one / "results.json").write_text(json.dumps({"vision": {"attention": FOUND}}))
@@ -66,6 +66,11 @@ def test_a_run_that_is_added_again_replaces_its_own_rows_alone(tmp_path, output)
     assert (
         sorted((row["run"], row["mixer"]) for row in rows(output)) == [("one", "attention")] * 2 + [("two", "FEM")] * 2
     )
+    assert "note" not in capsys.readouterr().err
+    config = json.loads((one / "config.json").read_text()) | {"date": "2027"}
+    (one / "config.json").write_text(json.dumps(config))
+    add_runs([one], output)
+    assert "the rows of 'one' in vision.csv were made on 2026; they are replaced" in capsys.readouterr().err
 
 
 def test_processes_that_add_at_once_lose_no_rows(tmp_path, output, monkeypatch):

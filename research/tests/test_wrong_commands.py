@@ -28,6 +28,7 @@ WRONG = {  # by command: what is typed, and how the sentence begins
         "--train-examples 3": "--train-examples must fill one batch of 32, got 3.",
         "--tokens 1": "--tokens must be at least",
         "--enough nan": "--enough must be",
+        "--seed 4294967296": "--seed must be below 2^32, got 4294967296.",
     },
     "bench": {
         "--profile phone": "--profile must be one of laptop, gpu, paper; got 'phone'.",

@@ -268,6 +268,7 @@ def test_a_page_too_large_for_a_browser_is_refused(monkeypatch, model, tmp_path)
     "changes, sentence",
     [
         ({"model": "nowhere"}, "model must be a folder"),
+        ({"text": "sun \udcff"}, "text must be text in UTF-8, got .sun "),
         ({"text": ""}, "text must have 1 to 64 tokens, got 0; give a longer one"),
         ({"text": "sun " * 90}, r"text must have 1 to 64 tokens, got \d+; shorten it"),
         ({"layers": "3"}, "layers must be from 1, 2; got '3'"),

@@ -215,6 +215,8 @@ TABLE = [
     (own, {"change": lambda read, memory: None}, TypeError, "read of the prior 'linear' must return .* got NoneType"),
     (own, {"change": lambda read, memory: (read.mean, memory)}, TypeError, "read of the prior .* a Read .* got Tensor"),
     (own, {"change": lambda read, memory: (Read(read.mean, None), memory)}, ValueError, "a free energy.* got None"),
+    (own, {"change": lambda r, m: (Read(r.mean[:, :, :1], r.free_energy), m)}, ValueError, r"mean .*got \(2, 6, 1, 8"),
+    (own, {"change": lambda r, m: (Read(r.mean, r.mean[:, :1]), m)}, ValueError, r"free_energy .*got \(2, 1, 4, 8"),
     (lambda: layer(PRIORS["softmax"](config(window=2))), {}, ValueError, "prior must be built .*got window=2"),
     (OperatorPrior, {"op": "cumsum"}, TypeError, "op must be a function or module .* got 'cumsum'"),
     (operator, {"op": lambda x: x.cumsum(1).double()}, TypeError, "op must return .*32, got torch.float64"),

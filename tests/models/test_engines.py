@@ -160,6 +160,7 @@ def test_split_values_keep_the_head_and_the_cache_of_attention(width, heads):
     "fields, reason",
     [
         ({"mixer": {"use_conv": True, "window": 5}}, "layer 0 has a window and the conditioner"),
+        ({"mixer": {"window": 1}}, "layer 0 has a window of 1"),
         ({"layer_priors": ["softmax", "gla"]}, "layer 1 has the 'gla' prior"),
         ({"layer_priors": [{"prior_type": "softmax", "window": 3 + i} for i in range(2)]}, "windows of 3 and 4"),
         ({"layer_priors": ["softmax", {"prior_type": "softmax", "n_kv_head": 1}]}, "numbers of key heads"),

@@ -48,10 +48,11 @@ class Pieces:
         self.ended = True
 
 
-def test_without_temperature_the_likeliest_tokens_come_one_by_one(model):
+@pytest.mark.parametrize("temperature", [0, 1e-320])
+def test_without_temperature_the_likeliest_tokens_come_one_by_one(model, temperature):
     network, tokenizer = model
     ids, pieces = tokenizer("the sun")["input_ids"], Pieces()
-    text = continue_prompt(network, tokenizer, "the sun", max_new_tokens=7, temperature=0, streamer=pieces)
+    text = continue_prompt(network, tokenizer, "the sun", max_new_tokens=7, temperature=temperature, streamer=pieces)
     wanted = argmax_continuation(network, ids, 7)
     assert tokenizer.eos_token_id not in wanted
     assert pieces.tokens == wanted
@@ -83,6 +84,7 @@ def test_a_prompt_of_its_own_fills_the_context(model):
     [
         ({"prompt": "the " * 80}, "must fit into the context of 48 tokens, got"),
         ({"prompt": "the", "max_new_tokens": 48}, "must fit into the context of 48 tokens, got 1 and 48"),
+        ({"prompt": "the \udcff"}, "prompt must be text in UTF-8, got 'the "),
         ({"prompt": "the", "max_new_tokens": 0}, "max_new_tokens.* must be greater than 0"),
         ({"prompt": "the", "temperature": -1.0}, "temperature.* has to be a strictly positive float"),
         ({"prompt": "the", "temperature": math.nan}, "temperature.* has to be a strictly positive float"),

@@ -190,9 +190,12 @@ def test_a_disk_that_is_full_between_saves_is_told_with_what_is_left(data, tmp_p
 # Where it ends
 
 
-def test_a_finished_run_is_left_as_it_is(copy, data, capsys):
+def test_a_finished_run_is_left_as_it_is(copy, data, tmp_path, capsys):
     before = contents(copy)
     train.run(tiny(data), copy, resume=True)
+    (other := tmp_path / data.name).write_text(data.read_text().replace("sun", "son"))
+    with pytest.raises(ValueError, match="data have changed since"):
+        train.run(tiny(other), copy, resume=True)
     assert contents(copy) == before
     assert "is finished, all of 12 steps" in capsys.readouterr().err
 

@@ -167,7 +167,7 @@ def test_flops_of_a_transformer_are_counted_by_hand():
 
 def test_a_folder_gives_the_documents_of_its_files_in_order(tmp_path, capsys):
     Dataset.from_dict({"text": ["three", "four"]}).to_parquet(tmp_path / "c.parquet")
-    (tmp_path / "a.txt").write_text("\ufeffone\n\ntwo", encoding="utf-8")
+    (tmp_path / "a[1].txt").write_text("\ufeffone\n\ntwo", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": "two", "id": 1}\n')
     (tmp_path / "notes.csv").write_text("no document")
     (tmp_path / "more").symlink_to(tmp_path, target_is_directory=True)

@@ -19,6 +19,8 @@ def obstacle(config: PreTrainedConfig) -> str | None:
         if not attends(mixer):
             prior = f"the {mixer.prior_type!r} prior, which is not an attention over keys and values"
             return f"layer {layer} has {prior}; {EXACTLY}"
+        if mixer.window == 1:
+            return f"layer {layer} has a window of 1, for which transformers' caches keep all tokens; {EXACTLY}"
         if mixer.use_conv and mixer.window is not None:
             return (
                 f"layer {layer} has a window and the conditioner, and a cache that forgets tokens has no place for its "

@@ -17,6 +17,10 @@ FULL_COLOURS |= {"rnn_decay": "#a16207", "mamba": "#7d1d5c", "mamba_interactive"
 PART_COLOURS = {"G": "#e07b39", "L": "#3a9d6b", "LG": "#5f8d2f", "LT": "#2aa5b8", "LTG": "#8b5fbf"}
 PART_COLOURS |= {"C": "#b8972f", "CG": "#a0522d", "CL": "#7da33a", "CLG": "#c08497", "CLT": "#c2477f"}
 PART_COLOURS |= {"CLTG": "#1f5fbf"}
+FORECASTERS = {"itransformer": "iTransformer", "patchtst": "PatchTST", "dlinear": "DLinear"}
+FORECASTERS |= {"femforecaster": "FEMForecaster", "none": "no mixer"}
+OWN_COLOURS = {"itransformer": "#64748b", "patchtst": "#857c74", "dlinear": "#a08c74", "none": "#111827"}
+OWN_COLOURS |= {"femforecaster": FULL_COLOURS["softmax"]}
 POOL_COLOURS = {"pool:fem": FULL_COLOURS["softmax"], "pool:lse": PART_COLOURS["L"]}
 
 
@@ -62,6 +66,8 @@ def colour(name: str) -> str:
     """The mixer's colour: greys for what has no part of FEM."""
     if name.startswith("pool:"):
         return POOL_COLOURS.get(name.split("/")[0], OTHER_GREY)
+    if name in OWN_COLOURS:
+        return OWN_COLOURS[name]
     try:
         prior, parts, *_ = taken_apart(known(name))
     except ValueError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fem_research.common.names import colour, display
+from fem_research.common.names import FORECASTERS, colour, display
 from fem_research.common.plots import Panel, dots, learning_curves
 
 Curves = Mapping[str, Sequence[Sequence[Mapping]]]  # by mixer, then by seed: points
@@ -18,7 +18,8 @@ def scores(path: Path, rows: Sequence[Mapping]) -> None:
     colours = {}
     for row in rows:
         if row.get("score") is not None:
-            label = row["mixer"] if len(starts) == 1 else f"{row['mixer']}, {row['initialisation']}"
+            label = FORECASTERS.get(row["mixer"], row["mixer"])
+            label += "" if len(starts) == 1 else f", {row['initialisation']}"
             panel = ", ".join(str(row[name]) for name in ("task", "horizon") if name in row)
             panels.setdefault(panel, {}).setdefault(label, []).append(row["score"])
             colours[label] = colour(row["mixer"])

@@ -14,7 +14,7 @@ from fem.provenance import provenance
 from fem.tables import markdown_table
 from fem_research.common.grid import Grid, one_by_one, publish
 from fem_research.common.measure import cpu_threads
-from fem_research.common.names import colour, display
+from fem_research.common.names import FORECASTERS, colour, display
 from fem_research.common.paired import by_seed, spread
 from fem_research.forecast.settings import PROFILES, ForecastRecipe, Job
 from fem_research.runs.run import RUNS, check_output, command_line, progress
@@ -33,17 +33,10 @@ TABLE_4_NOTE = (
     "MSE, mean over horizons 96, 192, 336 and 720; the paper's in brackets. Ours is blank unless all four were run."
 )
 HORIZONS = (96, 192, 336, 720)
-NAMES = {"itransformer": "iTransformer", "patchtst": "PatchTST", "dlinear": "DLinear"}
-NAMES |= {"femforecaster": "FEMForecaster", "none": "no mixer"}
-OWN_COLOURS = {"itransformer": "#64748b", "patchtst": "#857c74", "dlinear": "#a08c74", "none": "#111827"}
 
 
 def name_of(model: str) -> str:
-    return NAMES.get(model) or display(model)
-
-
-def colour_of(model: str) -> str:
-    return OWN_COLOURS.get(model) or colour("fem" if model == "femforecaster" else model)
+    return FORECASTERS.get(model) or display(model)
 
 
 def summary(records: Sequence[dict]) -> list[dict]:
@@ -116,7 +109,7 @@ def forecasts(path: Path, records: Sequence[dict]) -> None:
                 axes.plot(
                     [*past, *future], shown["history"] + shown["future"], color="black", linewidth=1, label="truth"
                 )
-            look = {"color": colour_of(record["model"]), "linewidth": 1.4, "label": name_of(record["model"])}
+            look = {"color": colour(record["model"]), "linewidth": 1.4, "label": name_of(record["model"])}
             axes.plot(future, shown["forecast"], **look)
             axes.set(xlabel="rows from now", title=f"{record['data']}, horizon {record['horizon']}")
         labelled = {label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels())}
