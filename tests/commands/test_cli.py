@@ -4,12 +4,12 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 from command_line import fem
+from processes import printed
 from typer.testing import CliRunner
 
 from fem import __version__, cli, doctor, extras, provenance
@@ -34,11 +34,11 @@ print({"torch", "transformers", "datasets", "matplotlib", "pandas"} & sys.module
 
 def test_every_command_explains_itself_and_waits_for_no_library():
     """In an interpreter of its own, which has imported none of them yet."""
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
-    _, listing, *helps = done.stdout.split("Usage: ")
+    shown = printed("-c", HELP)
+    _, listing, *helps = shown.split("Usage: ")
     assert all(command in listing for command in cli.commands())
     assert len(helps) == len(cli.commands())
-    assert done.stdout.endswith("\nset()\n")
+    assert shown.endswith("\nset()\n")
 
 
 def test_without_the_research_package_its_commands_say_what_to_install(monkeypatch, capsys):

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 
 import numpy
 import pytest
 import torch
 from layers import ABLATIONS, some_pairs
+from processes import printed
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, FreeEnergyPooling
 
@@ -116,8 +115,7 @@ def test_the_authors_names_mean_ours():
 @pytest.mark.parametrize("module", ["fem", "fem.config"])
 def test_a_configuration_alone_knows_the_priors(module):
     script = f"from {module} import FreeEnergyMixerConfig as C; print(C(n_embd=64, n_head=4, prior_type='gla').fem_dim)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "32\n", done.stderr
+    assert printed("-c", script) == "32\n"
 
 
 def test_a_configuration_can_be_copied_with_a_change():

@@ -1,16 +1,15 @@
 """Fused layers: their kernels in Triton's interpreter, and which calls they read."""
 
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from processes import run_cases
+from processes import needs_triton, run_cases
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer
 from fem.call import Call
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 CASES = Path(__file__).with_name("fused_cases.py")
 
 
@@ -65,6 +64,7 @@ def biased():
     return layer
 
 
+gla = partial(build, prior_type="gla")
 ONES = torch.ones(2, 5)
 FITS = {  # the layer, what the call says, and whether the fused form reads it
     "a plain call in bfloat16": (build, {}, True),
@@ -73,11 +73,7 @@ FITS = {  # the layer, what the call says, and whether the fused form reads it
     "documents": (build, {"segment_ids": ONES.long()}, True),
     "documents and padding": (build, {"segment_ids": ONES.long(), "attention_mask": ONES.bool()}, True),
     "padding and a state under gradients": (build, {"attention_mask": ONES.bool(), "return_state": True}, False),
-    "gla, padding and a state": (
-        lambda: build(prior_type="gla"),
-        {"attention_mask": ONES.bool(), "return_state": True},
-        False,
-    ),
+    "gla, padding and a state": (gla, {"attention_mask": ONES.bool(), "return_state": True}, False),
     "a state under gradients": (build, {"return_state": True}, False),
     "float32": (lambda: build(torch.float32), {}, False),
     "float16": (lambda: build(torch.float16), {}, False),
@@ -91,10 +87,10 @@ FITS = {  # the layer, what the call says, and whether the fused form reads it
     "another backend": (lambda: build(backend="plain"), {}, False),
     "a gate per head": (lambda: build(gate_rank=0), {}, False),
     "a cap": (lambda: build(value_logexp_cap=5.0), {}, False),
-    "gla": (lambda: build(prior_type="gla"), {}, True),
-    "gla, padding": (lambda: build(prior_type="gla"), {"attention_mask": ONES.bool()}, True),
-    "gla, documents": (lambda: build(prior_type="gla"), {"segment_ids": ONES.long()}, True),
-    "gla, a state under gradients": (lambda: build(prior_type="gla"), {"return_state": True}, False),
+    "gla": (gla, {}, True),
+    "gla, padding": (gla, {"attention_mask": ONES.bool()}, True),
+    "gla, documents": (gla, {"segment_ids": ONES.long()}, True),
+    "gla, a state under gradients": (gla, {"return_state": True}, False),
     "gla, a hook": (lambda: hooked(prior_type="gla"), {}, False),
     "gla, an adapter": (lambda: adapted(prior_type="gla"), {}, False),
     "gla, a decay for each key channel": (lambda: build(prior_type="gla", decay="channel"), {}, True),

@@ -114,8 +114,8 @@ def test_rows_without_any_token_return_the_output_bias_and_no_gradient(family):
     y = layer(x, attention_mask=keep)
     close(y[0], layer.output.bias.expand(TIME, -1))
     y[0].sum().backward()
-    assert x.grad[0].abs().max() == 0
-    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+    assert not x.grad.any()
+    assert not [name for name, p in layer.named_parameters() if name != "output.bias" and p.grad.any()]
 
 
 @pytest.mark.parametrize("family, causal", [*some_pairs(FAMILIES, [True, False], 2), ("operator", True)])
@@ -277,13 +277,3 @@ def test_every_part_is_called_as_a_module(family):
         part.register_forward_hook(lambda module, inputs, output: called.append(module))
     layer(tokens())
     assert Counter(called) == Counter(layer.children())
-
-
-@families
-def test_a_row_without_tokens_reads_the_output_bias_and_has_no_gradient(family):
-    layer, x = make_layer(**FAMILIES[family]), tokens().requires_grad_()
-    keep = torch.tensor([[1] * TIME, [0] * TIME])
-    y = layer(x, attention_mask=keep)
-    close(y[1], layer.output.bias.expand_as(y[1]))
-    y[1].sum().backward()
-    assert not [name for name, p in layer.named_parameters() if name != "output.bias" and p.grad.any()]

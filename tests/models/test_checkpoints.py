@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
 import transformers
 from originals import DECODER, GROUPED, TEXT, bert, decoder, vision
+from processes import printed
 from small_models import VOCABULARY, awake, lively, small_config, tokens
 
 import fem
@@ -33,21 +30,18 @@ def replaced(request):
     return awake(replace_attention(decoder(request.param)))
 
 
-def logits_elsewhere(folder, ids, program: str) -> torch.Tensor | str:
-    """What a fresh process that runs `program` makes of the folder: `model`'s logits, or its last line of complaint."""
+def logits_elsewhere(folder, ids, program: str) -> torch.Tensor:
+    """What a fresh process that runs `program` makes of the folder: `model`'s logits."""
     script = f"""
+import os
+os.environ["HF_HUB_OFFLINE"] = "1"
 import sys, torch
 folder, ids = sys.argv[1], torch.tensor(eval(sys.argv[2]))
 {program}
 print([[round(x, 5) for x in row] for row in model(ids).logits.flatten(0, 1).tolist()])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(folder), repr(ids.tolist())],
-        capture_output=True, text=True, input="", env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    if done.returncode:
-        return done.stderr.strip().splitlines()[-1]
-    return torch.tensor(eval(done.stdout.strip().splitlines()[-1])).unflatten(0, ids.shape)
+    said = printed("-c", script, str(folder), repr(ids.tolist()))
+    return torch.tensor(eval(said.strip().splitlines()[-1])).unflatten(0, ids.shape)
 
 
 # --- models of fem
@@ -80,7 +74,6 @@ def test_fresh_process_opens_what_was_saved(kind, program, tmp_path):
     model.save_pretrained(tmp_path)
     ids = tokens(1, 7)
     found = logits_elsewhere(tmp_path, ids, PROGRAMS[program])
-    assert not isinstance(found, str), found
     torch.testing.assert_close(found, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
@@ -90,7 +83,8 @@ def test_untrusted_code_is_refused(kind, tmp_path):
     model = FEMForCausalLM(small_config()) if kind == "fem" else replace_attention(decoder("llama"))
     model.save_pretrained(tmp_path)
     program = "from transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_pretrained(folder)"
-    assert "trust_remote_code" in logits_elsewhere(tmp_path, tokens(1, 5), program)
+    with pytest.raises(AssertionError, match="trust_remote_code"):
+        logits_elsewhere(tmp_path, tokens(1, 5), program)
 
 
 def test_trusted_code_needs_no_second_copy_of_the_library(tmp_path):
@@ -302,6 +296,5 @@ def test_fem_finds_transformers_when_it_comes_second():
     """`import fem` alone stays light: it registers its models only where transformers is there already."""
     light = "import sys, fem; assert 'transformers' not in sys.modules"
     both = "import transformers, fem; assert 'fem' in transformers.models.auto.configuration_auto.CONFIG_MAPPING"
-    for program in (light, both):
-        subprocess.run([sys.executable, "-c", program], check=True)
+    printed("-c", light), printed("-c", both)
     assert fem.models is sys.modules["fem.models"]

@@ -6,27 +6,17 @@ import random
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
 import transformers
 from clients.survey import model_types, survey
-from small_models import VOCABULARY, lively, small_config, tokens
+from originals import GROUPED, decoder
+from small_models import VOCABULARY, lively, small_config, small_model, tokens
 from torch import nn
+from transformers_suite import is_here, run
 
 from fem import PRIORS, replace_attention
 from fem.models import LORA, FEMForCausalLM
 from fem.models.surgery.pretrained import RUNNING, free_energy_attention
 from fem.projection import Projection
-
-LLAMA = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1} | {
-    "intermediate_size": 48,
-    "pad_token_id": 0,
-}
-
-
-def llama() -> nn.Module:
-    return lively(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)))
-
 
 # --- peft
 
@@ -60,7 +50,7 @@ def test_peft_adapts_the_maps_of_every_prior(prior):
 @pytest.mark.parametrize("kind", ["fem", "replaced"])
 def test_adapters_with_beta_and_lambda_come_back(kind, tmp_path):
     peft = pytest.importorskip("peft", reason="adapters need peft, of the extra 'dev'")
-    base = lively(FEMForCausalLM(small_config())) if kind == "fem" else replace_attention(llama(), lambda_init=-1.0)
+    base = small_model() if kind == "fem" else replace_attention(decoder("llama"), lambda_init=-1.0)
     base.save_pretrained(tmp_path / "base")
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     options = LORA if kind == "fem" else {"modules_to_save": LORA["modules_to_save"]}
@@ -94,7 +84,7 @@ def test_learnt_prompts_stand_before_padded_rows(kind):
 @pytest.mark.parametrize("kind", ["fem in float32", "fem in bfloat16", "fem in float16", "replaced"])
 def test_dora_divides_by_no_zero(kind):
     dtype = getattr(torch, kind.split()[-1], None)
-    model = replace_attention(llama()) if dtype is None else FEMForCausalLM(small_config()).to(dtype)
+    model = replace_attention(decoder("llama")) if dtype is None else FEMForCausalLM(small_config()).to(dtype)
     trained_step(adapted(model, use_dora=True, target_modules="all-linear"))
 
 
@@ -190,16 +180,16 @@ def test_no_model_type_crashes_or_computes_something_else():
 
 
 def gemma2() -> nn.Module:
-    sizes = {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 4, "query_pre_attn_scalar": 8}
-    config = transformers.Gemma2Config(**LLAMA | {"num_hidden_layers": 2}, **sizes, attn_logit_softcapping=0.7)
+    sizes = {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
+    config = transformers.Gemma2Config(**GROUPED, **sizes, attn_logit_softcapping=0.7)
     model = lively(transformers.Gemma2ForCausalLM(config))
     model.set_attn_implementation("eager")  # before transformers 5.21 the default leaves out the cap
     return model
 
 
 def gpt_oss() -> nn.Module:
-    sizes = {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 4, "num_local_experts": 2}
-    config = transformers.GptOssConfig(**LLAMA | {"num_hidden_layers": 2}, **sizes, num_experts_per_tok=1)
+    sizes = {"head_dim": 8, "sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = transformers.GptOssConfig(**GROUPED, **sizes)
     return lively(transformers.GptOssForCausalLM(config))
 
 
@@ -209,20 +199,14 @@ def test_capped_scores_and_sinks_generate_as_the_original_does(build):
     ids[0, :3] = 0
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": (ids != 0).long()}
     logits, text = model(ids[1:]).logits, model.generate(ids, **options)
-    replaced = every_gradient_seen(replace_attention(model, lambda_init=-20.0))
+    replaced = replace_attention(model, lambda_init=-20.0)
+    replaced(tokens(1, 7)).logits.square().sum().backward()
+    of_attention = {name: p.grad for name, p in replaced.named_parameters() if "self_attn" in name}
+    assert not [
+        name for name, grad in of_attention.items() if grad is None or not grad.any() or not grad.isfinite().all()
+    ]
     torch.testing.assert_close(replaced(ids[1:]).logits, logits, rtol=1e-4, atol=1e-4)
     assert torch.equal(replaced.generate(ids, **options), text)
-
-
-def every_gradient_seen(model: nn.Module) -> nn.Module:
-    """The model, after every parameter of its attention has shown a finite gradient."""
-    model(tokens(1, 7)).logits.square().sum().backward()
-    for name, parameter in model.named_parameters():
-        if "self_attn" in name:
-            assert parameter.grad is not None, name
-            assert parameter.grad.isfinite().all(), name
-            assert parameter.grad.any(), name
-    return model
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -259,3 +243,12 @@ def test_encoder_decoder_generates_as_the_original_does():
     options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 2}
     expected = model.generate(tokens(2, 7), **options)
     assert torch.equal(replace_attention(model, lambda_init=-20.0).generate(tokens(2, 7), **options), expected)
+
+
+@pytest.mark.slow
+def test_transformers_own_tests_find_no_fault_in_a_softmax_model():
+    if not is_here():
+        pytest.skip("needs transformers' source distribution, which `make suite` downloads")
+    found = run("softmax without C", None)
+    assert not found["failures"]
+    assert found["passed"] > 50

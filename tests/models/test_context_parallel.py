@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
 from own_priors import MeanPrior
 from test_engines import small_model, tokens
 from torch import nn

@@ -10,8 +10,6 @@ from itertools import cycle
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
 from own_priors import register
 from small_models import lively, small_config, tokens
 from transformers import Cache, DynamicCache, GenerationConfig

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
+from processes import printed, torchrun
 from test_engines import FAMILIES, left_padded, served, small_model, tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -45,15 +41,7 @@ def test_flex_attention_reads_what_the_exact_form_reads():
 
 def on_processes(script: str, processes: int, folder: Path) -> dict:
     """What a script of tests/support finds under torchrun."""
-    tests = Path(__file__).parents[1]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    done = subprocess.run(
-        [*torchrun, str(tests / "support" / script), str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests.parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(processes, str(Path(__file__).parents[1] / "support" / script), str(folder))
     return json.loads((folder / "found.json").read_text())
 
 
@@ -89,5 +77,4 @@ torch.testing.assert_close(compiled.logits, model(ids).logits)
 
 def test_a_model_of_an_engine_is_one_graph():
     """In a process of its own: the shape checks of the other tests break graphs."""
-    done = subprocess.run([sys.executable, "-c", WHOLE], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed("-c", WHOLE)

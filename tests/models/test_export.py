@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
-import transformers
-from small_models import VOCABULARY, lively, small_config, tokens
+from originals import bert, decoder
+from small_models import lively, small_config, tokens
 from torch import nn
 from torch.export import Dim, export
 
@@ -231,21 +229,10 @@ def test_onnxruntime_finds_what_is_read_both_ways(tmp_path):
         torch.testing.assert_close(run(x=x, attention_mask=mask), layer(x, mask), rtol=1e-4, atol=1e-4)
 
 
-SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0}
-CONVERTED = {
-    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, **SIZES)),
-    "bert": lambda: transformers.BertModel(
-        transformers.BertConfig(
-            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, **SIZES
-        )
-    ),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
 def test_a_converted_model_exports_as_it_did_before(kind, tmp_path):
-    model = replace_attention(lively(CONVERTED[kind]()), lambda_init=-1.0).eval()
+    model = replace_attention(bert().bert if kind == "bert" else decoder(kind), lambda_init=-1.0)
     given = {"input_ids": tokens(2, 9), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
     run = in_onnx(model, tmp_path / "m.onnx", **given)
     for rows, time in ((1, 3), (4, 12)):

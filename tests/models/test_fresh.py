@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from clients.survey import build
+from originals import DECODER, GROUPED, PADDED, TEXT, Attention, bert, close, decoder, lively, tokens
 from torch import nn
 
 from fem import PRIORS, FreeEnergyMixer, replace_attention
-
-transformers = pytest.importorskip("transformers", reason="originals of transformers need the extra 'lm'")
-from originals import (  # noqa: E402
-    DECODER,
-    GROUPED,
-    PADDED,
-    TEXT,
-    Attention,
-    bert,
-    close,
-    decoder,
-    lively,
-    tokens,
-)
-
-
-def mobile_bert() -> nn.Module:
-    """Its attention is called with queries, keys and values."""
-    return transformers.MobileBertModel(transformers.MobileBertConfig(**TEXT, **DECODER, embedding_size=32))
 
 
 def chunked() -> nn.Module:
     """The mask of one token does not show where its chunk begins."""
     sizes = GROUPED | {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 4}
     return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes))
-
-
-def hybrid() -> nn.Module:
-    """The cache of each layer holds the state of a Mamba, too."""
-    sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
-    return transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**GROUPED | sizes, head_dim=8))
 
 
 @pytest.mark.parametrize(
@@ -163,19 +141,22 @@ def asks_its_cache_for_keys() -> nn.Module:
     return transformers.MllamaForCausalLM(transformers.MllamaTextConfig(**sizes, **heads))
 
 
-def t5() -> nn.Module:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 59}
-    return transformers.T5EncoderModel(transformers.T5Config(**sizes))
+CALLED_OTHERWISE = {
+    "torch": lambda: nn.MultiheadAttention(32, 4),
+    "timm": lambda: nn.Sequential(Attention()),
+    "of queries, keys and values": lambda: build("mobilebert"),
+    "in chunks": chunked,
+    "with a cache that holds a Mamba's state too": lambda: build("falcon_h1"),
+    "asking the cache for keys": asks_its_cache_for_keys,
+    "with biases of positions": lambda: build("t5"),
+}
 
 
-OTHERS = [lambda: nn.MultiheadAttention(32, 4), lambda: nn.Sequential(Attention())]
-
-
-@pytest.mark.parametrize("build", [*OTHERS, mobile_bert, chunked, hybrid, asks_its_cache_for_keys, t5])
-def test_what_calls_no_mixer_is_refused_by_name(build):
+@pytest.mark.parametrize("how", CALLED_OTHERWISE)
+def test_what_calls_no_mixer_is_refused_by_name(how):
     words = r"Attention is called in a way that a fresh mixer cannot take; pass preserve=True"
     with pytest.raises(ValueError, match=words):
-        replace_attention(build(), "linear", preserve=False)
+        replace_attention(CALLED_OTHERWISE[how](), "linear", preserve=False)
 
 
 def test_a_fresh_mixer_has_the_window_without_a_mask():

@@ -7,14 +7,11 @@ from itertools import cycle, product
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
 from processes import printed
-from small_models import lively, small_config, tokens
+from small_models import MODELS, every_kind, small_model, tokens
 from transformers import DynamicCache, StaticCache
 
 from fem import PRIORS
-from fem.models import FEMForCausalLM
 
 CACHED_MODES = {
     "greedy": {"do_sample": False},
@@ -23,30 +20,6 @@ CACHED_MODES = {
     "sampled beam": {"do_sample": True, "num_beams": 4},
     "several samples": {"do_sample": True, "num_return_sequences": 3},
 }
-HYBRID = {"layer_priors": [{"prior_type": "softmax", "window": 4}, "softmax"], "num_key_value_heads": 1}
-if "gla" in PRIORS:
-    HYBRID = {"layer_priors": ["gla", "softmax", {"prior_type": "softmax", "window": 4}], "num_hidden_layers": 3}
-FAMILIES = {prior: {"prior_type": prior} for prior in PRIORS} | {"hybrid": HYBRID}
-
-
-def small_model(**fields) -> FEMForCausalLM:
-    return lively(FEMForCausalLM(small_config(max_position_embeddings=64, **fields)))
-
-
-@pytest.fixture(params=list(FAMILIES))
-def model(request) -> FEMForCausalLM:
-    return small_model(**FAMILIES[request.param])
-
-
-@pytest.fixture(params=["softmax", "gla", "hybrid"])
-def kind_of_model(request) -> FEMForCausalLM:
-    """For promises of the cache around the states: keys, a state, and both."""
-    return small_model(**FAMILIES[request.param])
-
-
-@pytest.fixture
-def softmax_model() -> FEMForCausalLM:
-    return small_model()
 
 
 def generate(model, ids, **options):
@@ -58,13 +31,36 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "mode"), list(zip(FAMILIES, cycle(CACHED_MODES))))
-def test_cached_generation_equals_uncached(family, mode):
-    model = small_model(**FAMILIES[family])
-    ids = tokens(2, 7)
-    cached = generate(model, ids, **CACHED_MODES[mode])
-    assert cached.shape[1] == 13
-    assert torch.equal(cached, generate(model, ids, use_cache=False, **CACHED_MODES[mode]))
+SCANS = [prior for prior in PRIORS if prior != "softmax"]
+SERVED = {"full": {"use_conv": False}, "split": {"use_conv": False, "free_share": 0.5}, "conditioner": {}}
+WAYS = {  # fields of a model, the mode in which it generates, and how
+    f"{name}, {mode}, without a cache": (MODELS[name], mode, {"use_cache": False})
+    for name, mode in zip(MODELS, cycle(CACHED_MODES))
+}
+WAYS |= {
+    f"{name}, its prompt in chunks of {size}": (MODELS[name], "greedy", {"prefill_chunk_size": size})
+    for name, size in zip(MODELS, cycle([4, 1, 20]))
+}
+WAYS |= {
+    f"{name}, {mode}, over a static cache": (MODELS[name], mode, {"cache_implementation": "static"})
+    for name, mode in zip(SCANS, cycle(CACHED_MODES))
+}
+WAYS |= {
+    f"{name}, {mode}, by sdpa over a {cache} cache": ({"mixer": SERVED[name]}, mode, {"cache_implementation": cache})
+    for (name, cache), mode in zip(product(SERVED, ["static", "dynamic"]), cycle(CACHED_MODES))
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_writes_the_same_text_in_whatever_way_it_is_called(way):
+    fields, mode, how = WAYS[way]
+    model, ids, mask = small_model(**fields), tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    given = {"attention_mask": mask, **CACHED_MODES[mode]}
+    expected = generate(model, ids, **given)
+    assert expected.shape[1] == 15
+    model.set_attn_implementation("sdpa" if "sdpa" in way else "exact")
+    assert torch.equal(generate(model, ids, **given, **how), expected)
 
 
 def test_cached_logits_equal_whole_logits_for_any_split(model):
@@ -80,8 +76,8 @@ def test_cached_logits_equal_whole_logits_for_any_split(model):
         close(torch.cat(parts, 1), whole)
 
 
-def test_returned_cache_continues_the_text(kind_of_model):
-    model = kind_of_model
+@every_kind
+def test_returned_cache_continues_the_text(model):
     ids = tokens(2, 5)
     whole = generate(model, ids)
     first = generate(model, ids, max_new_tokens=2, return_dict_in_generate=True)
@@ -89,8 +85,8 @@ def test_returned_cache_continues_the_text(kind_of_model):
     assert torch.equal(second, whole)
 
 
-def test_copied_cache_continues_a_prompt_twice(kind_of_model):
-    model = kind_of_model
+@every_kind
+def test_copied_cache_continues_a_prompt_twice(model):
     prompt, endings = tokens(1, 6), [tokens(1, 3, seed) for seed in (5, 6)]
     cache = model(prompt, use_cache=True).past_key_values
     for ending in endings:
@@ -98,8 +94,8 @@ def test_copied_cache_continues_a_prompt_twice(kind_of_model):
         close(continued, model(torch.cat([prompt, ending], 1)).logits[:, 6:])
 
 
-def test_left_padded_batch_generates_as_single_rows(kind_of_model):
-    model = kind_of_model
+@every_kind
+def test_left_padded_batch_generates_as_single_rows(model):
     ids, lengths = tokens(3, 8), (8, 5, 1)
     mask = torch.stack([torch.arange(8) >= 8 - length for length in lengths]).long()
     padded = generate(model, ids, attention_mask=mask)
@@ -140,8 +136,8 @@ def test_rows_of_a_cache_can_be_reordered_selected_and_repeated(model):
     close(model(more, past_key_values=cache).logits, model(repeated).logits[:, 6:])
 
 
-def test_reset_cache_has_seen_nothing(kind_of_model):
-    model = kind_of_model
+@every_kind
+def test_reset_cache_has_seen_nothing(model):
     cache = model(tokens(2, 6), use_cache=True).past_key_values
     assert cache.nbytes > 0
     cache.reset()
@@ -164,45 +160,11 @@ def test_no_cache_is_built_unless_it_can_be_of_use(softmax_model):
     assert softmax_model.train()(ids).past_key_values is None
 
 
-@pytest.mark.parametrize(("family", "chunk"), list(zip(FAMILIES, cycle([4, 1, 20]))))
-def test_a_prompt_read_in_chunks_writes_the_same_text(family, chunk):
-    model = small_model(**FAMILIES[family])
-    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
-    mask[1, :3] = 0
-    whole = generate(model, ids, attention_mask=mask)
-    assert torch.equal(generate(model, ids, attention_mask=mask, prefill_chunk_size=chunk), whole)
-
-
-SERVED = {"full": {"use_conv": False}, "split": {"use_conv": False, "free_share": 0.5}, "conditioner": {}}
-
-
-@pytest.mark.parametrize(("served", "mode"), list(zip(product(SERVED, ["static", "dynamic"]), cycle(CACHED_MODES))))
-def test_an_engine_generates_over_the_caches_of_transformers(served, mode):
-    name, cache = served
-    model, ids, mask = small_model(mixer=SERVED[name]), tokens(2, 7), torch.ones(2, 7, dtype=torch.long)
-    mask[1, :3] = 0
-    how = {"attention_mask": mask, **CACHED_MODES[mode]}
-    expected = generate(model, ids, **how)
-    model.set_attn_implementation("sdpa")
-    assert torch.equal(generate(model, ids, cache_implementation=cache, **how), expected)
-
-
 def test_an_engine_generates_by_prompt_lookup():
     model = small_model(mixer={"use_conv": False})
     expected = generate(model, tokens(1, 6))
     model.set_attn_implementation("sdpa")
     assert torch.equal(generate(model, tokens(1, 6), prompt_lookup_num_tokens=2), expected)
-
-
-SCANS = [prior for prior in PRIORS if prior != "softmax"]
-
-
-@pytest.mark.parametrize(("prior", "mode"), list(zip(SCANS, cycle(CACHED_MODES))))
-def test_a_static_cache_holds_states_of_fixed_size(prior, mode):
-    model, ids, mask = small_model(prior_type=prior), tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
-    mask[1, :3] = 0
-    how = {"attention_mask": mask, **CACHED_MODES[mode]}
-    assert torch.equal(generate(model, ids, cache_implementation="static", **how), generate(model, ids, **how))
 
 
 @pytest.mark.parametrize("prior", SCANS)

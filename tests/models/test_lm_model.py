@@ -5,42 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-
-pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
 from processes import printed
-from small_models import VOCABULARY, lively, small_config, tokens
+from small_models import VOCABULARY, every_kind, lively, small_config, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import fem
-from fem import PRIORS, FreeEnergyMixerConfig
+from fem import FreeEnergyMixerConfig
 from fem.models import FEMConfig, FEMForCausalLM, FEMModel, loss, preset
-from fem.models.presets import FAMILIES, TRANSFORMER, count_parameters, with_parameters
+from fem.models.presets import FAMILIES, count_parameters, with_parameters
 from fem.ops.common.tokens import read_tokens
 
 ONES = torch.ones(2, 5, dtype=torch.long)
-MIXERS = {prior: {"prior_type": prior} for prior in PRIORS} | {
-    "plain_attention": TRANSFORMER,
-    "window_hybrid": {"layer_priors": [{"prior_type": "softmax", "window": 3}, "softmax"], "num_key_value_heads": 1},
-}
-
-
-@pytest.fixture(params=list(MIXERS))
-def model(request) -> FEMForCausalLM:
-    return lively(FEMForCausalLM(small_config(**MIXERS[request.param])))
-
-
-@pytest.fixture(params=["softmax", "mamba", "window_hybrid"])
-def kind_of_model(request) -> FEMForCausalLM:
-    """For promises of the model around the mixers: one with keys, one with a state, one with both kinds of mask."""
-    return lively(FEMForCausalLM(small_config(**MIXERS[request.param])))
-
-
-@pytest.fixture
-def softmax_model() -> FEMForCausalLM:
-    return lively(FEMForCausalLM(small_config()))
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 # --- the loss
@@ -92,8 +68,9 @@ def test_the_loss_makes_no_gradient_for_a_frozen_head():
     torch.testing.assert_close(*(torch.autograd.grad(x, hidden)[0] for x in (found, plain)))
 
 
-def test_model_loss_equals_the_loss_of_its_logits(kind_of_model):
-    model, ids = kind_of_model, tokens(2, 11)
+@every_kind
+def test_model_loss_equals_the_loss_of_its_logits(model):
+    ids = tokens(2, 11)
     labels = ids.clone()
     labels[0, 4:7] = -100
     output = model(ids, labels=labels)
@@ -173,19 +150,6 @@ def test_padded_batch_equals_single_rows(model, side):
         torch.testing.assert_close(batch[row, kept], model(ids[row, kept][None]).logits[0], rtol=1e-5, atol=1e-5)
 
 
-def test_packed_documents_equal_separate_runs(model):
-    ids = tokens(1, 12)
-    cuts = [(0, 5), (5, 6), (6, 12)]
-    segments = torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(cuts)])[None]
-    positions = torch.cat([torch.arange(b - a) for a, b in cuts])[None]
-    packed = model(ids, labels=ids, segment_ids=segments)
-    separate = torch.cat([model(ids[:, a:b]).logits for a, b in cuts], 1)
-    torch.testing.assert_close(packed.logits, separate, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(model(ids, position_ids=positions).logits, separate, rtol=1e-5, atol=1e-5)
-    losses = [(model(ids[:, a:b], labels=ids[:, a:b]).loss * (b - a - 1), b - a - 1) for a, b in cuts if b - a > 1]
-    torch.testing.assert_close(packed.loss, sum(total for total, _ in losses) / sum(count for _, count in losses))
-
-
 def test_embeddings_stand_for_their_ids(softmax_model):
     ids = tokens(2, 5)
     by_ids = softmax_model(ids, output_hidden_states=True)
@@ -221,8 +185,9 @@ def test_new_model_starts_as_the_layer_does():
         assert block.mlp.up_proj.weight.std().item() == pytest.approx(0.05, rel=0.1)
 
 
-def test_saved_model_loads_through_the_auto_classes_with_equal_logits(kind_of_model, tmp_path):
-    model, ids = kind_of_model, tokens(2, 9)
+@every_kind
+def test_saved_model_loads_through_the_auto_classes_with_equal_logits(model, tmp_path):
+    ids = tokens(2, 9)
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -286,40 +251,37 @@ def loss_and_gradients(model):
     return value.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@every_kind
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing_changes_nothing(kind_of_model, use_reentrant):
-    model = kind_of_model
+def test_gradient_checkpointing_changes_nothing(model, use_reentrant):
     plain = loss_and_gradients(model)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     torch.testing.assert_close(loss_and_gradients(model), plain, rtol=1e-5, atol=2e-6)
 
 
 COMPILED = """
-import sys, torch
-from fem.models import FEMConfig, FEMForCausalLM
+import torch
+from fem.models import FEMForCausalLM
+from small_models import MODELS, small_config, tokens
 torch.set_num_threads(1)
-torch.manual_seed(0)
-ids = torch.randint(61, (2, 9))
-for fields in eval(sys.argv[1]):
-    model = FEMForCausalLM(FEMConfig(**fields)).train()
-    compiled, results = torch.compile(model, backend="aot_eager", fullgraph=True), []
-    for run in (model, compiled):
+ids = tokens(2, 9)
+for fields in MODELS.values():
+    torch.manual_seed(0)
+    model, results = FEMForCausalLM(small_config(**fields)).train(), []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
         model.zero_grad()
         loss = run(input_ids=ids, labels=ids).loss
         loss.backward()
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    for whole, eager in zip(*results, strict=True):
-        torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
     torch.compiler.reset()
-    print("whole", flush=True)
 """
 
 
 @pytest.mark.slow
 def test_compiled_loss_and_gradients_are_one_graph_and_equal_eager():
     """In a process of its own: the shape checks of the other tests break graphs."""
-    models = [small_config(**MIXERS[name]).to_diff_dict() for name in MIXERS]
-    assert printed("-c", COMPILED, repr(models)).count("whole") == len(models)
+    printed("-c", COMPILED)
 
 
 def test_marks_are_read_once_for_all_layers(softmax_model, monkeypatch):
@@ -353,8 +315,8 @@ def test_label_smoothing_of_the_trainer_predicts_the_next_token(tmp_path):
 # --- configuration, presets, card
 
 
-def test_config_survives_json(kind_of_model, tmp_path):
-    model = kind_of_model
+@every_kind
+def test_config_survives_json(model, tmp_path):
     model.config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)
     assert isinstance(loaded, FEMConfig)

@@ -1,17 +1,12 @@
 """Scaled rotary angles: those of transformers' Llama, the same in a cache, a checkpoint and an engine."""
 
-import copy
-
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="the language model needs the extra 'lm'")
 from layers import some_pairs
-from small_models import VOCABULARY, lively, small_config, tokens
-from transformers import LlamaConfig, LlamaForCausalLM
+from small_models import lively, small_config, tokens
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from fem import replace_attention
 from fem.models import FEMConfig, FEMForCausalLM
 
 SCALED = {
@@ -21,7 +16,6 @@ SCALED = {
     | {"original_max_position_embeddings": 8},
 }
 LONGEST = 32  # of small_config
-kinds = pytest.mark.parametrize("kind", SCALED)
 PLAIN = {"mixer": {"use_conv": False}}
 KEYS = {"gla": {"prior_type": "gla"}, "softmax": PLAIN, "grouped": PLAIN | {"num_key_value_heads": 1}}
 
@@ -64,20 +58,6 @@ def test_a_scaled_model_says_the_same_token_by_token_reopened_and_in_an_engine(k
         torch.testing.assert_close(served(ids).logits, whole, rtol=1e-3, atol=1e-4)
 
 
-@kinds
-def test_a_replaced_llama_keeps_its_scaled_angles(kind):
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 24}
-    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": LONGEST}
-    model = lively(LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=SCALED[kind] | {"rope_theta": 500.0})))
-    plain = lively(LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters={"rope_theta": 500.0})))
-    ids = tokens(2, 20)
-    replaced = replace_attention(copy.deepcopy(model), lambda_init=-20.0)
-    expected, text = model(ids).logits, model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
-    assert (plain(ids).logits - expected).abs().max() > 1e-2
-    torch.testing.assert_close(replaced(ids).logits, expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(replaced.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0), text)
-
-
 @pytest.mark.parametrize("inference", [False, True])
 def test_frequencies_are_copied_to_a_device_once(inference, monkeypatch):
     model = FEMForCausalLM(small_config(rope_parameters=SCALED["yarn"], num_hidden_layers=1, **PLAIN)).eval()
@@ -101,20 +81,18 @@ def test_an_unscaled_theta_is_the_mixers():
 
 
 YARN = SCALED["yarn"]
+
+
+def rope(**angles):
+    return {"rope_parameters": angles}
+
+
 OVERRIDES = [
-    (
-        {"rope_parameters": {"rope_theta": 500.0}},
-        {"rope_parameters": {"rope_theta": 70.0}},
-        {"mixer": {"rope_theta": 70.0}},
-    ),
-    ({"mixer": {"rope_theta": 500.0}}, {"rope_parameters": YARN}, {"rope_parameters": YARN | {"rope_theta": 500.0}}),
-    (
-        {"rope_parameters": YARN},
-        {"rope_parameters": YARN | {"rope_theta": 70.0}},
-        {"rope_parameters": YARN | {"rope_theta": 70.0}},
-    ),
-    ({"rope_parameters": YARN}, {"rope_parameters": None}, {}),
-    ({}, {"rope_parameters": YARN}, {"rope_parameters": YARN}),
+    (rope(rope_theta=500.0), rope(rope_theta=70.0), {"mixer": {"rope_theta": 70.0}}),
+    ({"mixer": {"rope_theta": 500.0}}, rope(**YARN), rope(**YARN, rope_theta=500.0)),
+    (rope(**YARN), rope(**YARN, rope_theta=70.0), rope(**YARN, rope_theta=70.0)),
+    (rope(**YARN), {"rope_parameters": None}, {}),
+    ({}, rope(**YARN), rope(**YARN)),
 ]
 
 

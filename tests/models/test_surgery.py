@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
@@ -14,19 +12,19 @@ from itertools import cycle
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from clients.survey import build
+from layers import some_pairs
+from originals import DECODERS, PADDED, Attention, bert, close, decoder, lively, tokens, vision
+from processes import printed
+from small_models import VOCABULARY, awake, small_config
 from torch import nn
 
 import fem
 from fem import replace_attention
 from fem.models.surgery.head import FreeEnergyHead
 
-transformers = pytest.importorskip("transformers", reason="originals of transformers need the extra 'lm'")
-from layers import some_pairs  # noqa: E402
-from originals import DECODER, DECODERS, GROUPED, PADDED, TEXT, Attention, bert, close, decoder, lively, tokens, vision  # noqa: E402
-from small_models import VOCABULARY, awake, small_config  # noqa: E402
-
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": VOCABULARY}
-PICTURE = {"image_size": 8, "patch_size": 4}
 
 
 def encoder(batch_first: bool = True) -> nn.TransformerEncoder:
@@ -117,8 +115,7 @@ print(type(attention).__name__, *attention(x, x, x)[0].shape)
 
 @pytest.mark.slow
 def test_multihead_attention_is_replaced_where_transformers_is_not_installed():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TRANSFORMERS], capture_output=True, text=True)
-    assert done.stdout.split() == ["FreeEnergyMultiheadAttention", "5", "2", "32"], done.stderr[-2000:]
+    assert printed("-c", WITHOUT_TRANSFORMERS) == "FreeEnergyMultiheadAttention 5 2 32\n"
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -278,13 +275,13 @@ def test_copy_is_a_model_of_its_own(build, make_copy, preserve, prior):
 
 def siglip() -> nn.Module:
     """Its attention hands nothing on to its attention function."""
-    return lively(transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**PICTURE, **DECODER)))
+    return build("siglip_vision_model")
 
 
 @pytest.mark.parametrize("name", ["llama", "siglip", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_replaced_model_is_one_graph(name, as_users_run):
     model = awake(replace_attention(siglip() if name == "siglip" else decoder(name)))
-    given = {"pixel_values": torch.randn(1, 3, 8, 8)} if name == "siglip" else {"input_ids": tokens()}
+    given = {"pixel_values": torch.randn(1, 3, 32, 32)} if name == "siglip" else {"input_ids": tokens()}
     how = {} if name == "siglip" else {"use_cache": False}
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     close(compiled(**given, **how)[0], model(**given)[0], 1e-5)
@@ -292,7 +289,7 @@ def test_replaced_model_is_one_graph(name, as_users_run):
 
 def test_threads_keep_their_features_apart():
     model = lively(replace_attention(siglip(), lambda_init=0.0))
-    images = [torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    images = [torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     call = lambda image: [model(image).last_hidden_state for _ in range(20)]  # noqa: E731
     wanted = [call(image)[0] for image in images]
     with ThreadPoolExecutor(4) as pool:
@@ -360,33 +357,10 @@ def test_an_attention_that_would_compute_something_else_is_refused_and_stays(tra
     replace_attention(model, layers=[0, 2])
 
 
-def clip() -> nn.Module:
-    """It runs on words and pictures together only, so its towers are run by themselves."""
-    text, vision = transformers.CLIPTextConfig(**TEXT, **DECODER), transformers.CLIPVisionConfig(**PICTURE, **DECODER)
-    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
-
-
-def llava() -> nn.Module:
-    """Random tokens show it no picture."""
-    text, vision = transformers.LlamaConfig(**GROUPED), transformers.CLIPVisionConfig(**PICTURE, **DECODER)
-    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=60)
-    return transformers.LlavaForConditionalGeneration(config)
-
-
-def wav2vec2() -> nn.Module:
-    sizes = {"conv_dim": (32,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "vocab_size": 59}
-    return transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**DECODER, **sizes))
-
-
-def qwen2_vl_vision() -> nn.Module:
-    sizes = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 1, "patch_size": 4}
-    config = transformers.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(**sizes)
-    return transformers.models.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel(config)
-
-
-@pytest.mark.parametrize("build", [clip, llava, wav2vec2, qwen2_vl_vision])
-def test_attentions_that_random_tokens_do_not_reach_are_run_and_compared_too(build):
-    model = lively(build())
+@pytest.mark.parametrize("model_type", ["clip", "llava", "wav2vec2", "qwen2_vl"])
+def test_attentions_that_random_tokens_do_not_reach_are_run_and_compared_too(model_type):
+    """CLIP runs on words and pictures together only, and random tokens show LLaVA no picture."""
+    model = build(model_type)
     read = [m for m in model.modules() if type(m).__name__ in ("CLIPAttention", "Wav2Vec2Attention", "VisionAttention")]
     read_twofold(read[-1])
     with pytest.raises(ValueError, match=r"[12]\.\w+ \((CLIP|Wav2Vec2|Vision)Attention\): .* differs by 5e-01"):

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from own_priors import register
+from small_models import lively
 from torch import nn
 
 from fem.models import FEMConfig, FEMForCausalLM
@@ -82,12 +83,7 @@ def states():
 
 
 def drawn(fields):
-    torch.manual_seed(0)
-    model = FEMForCausalLM(FEMConfig(**SIZES, **fields)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    return lively(FEMForCausalLM(FEMConfig(**SIZES, **fields)), size=0.2)
 
 
 def inside_vllm(states, model):

@@ -1,7 +1,7 @@
 """Scans by the kernels of others: the same reads and gradients as the definition in float64, whatever the kernel loses.
 
 Torch operations stand in for the kernels, with their signatures; test_fla.py runs the kernels themselves. Our own stand
-around those of linear attention (test_scan_kernels.py) and read channels and state spaces (test_own_scans.py).
+around those of linear attention, and read channels and state spaces (test_kernels.py).
 """
 
 import fla_reference

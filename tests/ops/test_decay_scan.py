@@ -78,18 +78,3 @@ def test_a_scan_of_nothing_is_nothing(shape):
 def test_the_backends_sum_the_same():
     given = tuple(tensor.detach() for tensor in inputs(9))
     torch.testing.assert_close(decay_scan(*given, "reference"), decay_scan(*given, "plain"))
-
-
-WRONG = {
-    "must have shape": [{"u": torch.zeros(2, 4, 3)}, {"initial_state": torch.zeros(2, 4)}],
-    "u must be floating": [{"u": torch.ones(2, 5, 3).long()}],
-    "must be zero or negative": [{"log_decay": torch.full((2, 5, 3), x)} for x in (0.5, torch.nan)],
-    "on the device of u": [{"log_decay": torch.zeros(2, 5, 3, device="meta")}],
-    "backend must be one of": [{"backend": "cuda"}],
-}
-
-
-@pytest.mark.parametrize(("words", "change"), [(words, one) for words, many in WRONG.items() for one in many])
-def test_what_does_not_fit_is_named(words, change, as_users_run):
-    with pytest.raises((TypeError, ValueError), match=words):
-        decay_scan(**{"log_decay": torch.zeros(2, 5, 3), "u": torch.zeros(2, 5, 3)} | change)

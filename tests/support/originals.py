@@ -21,6 +21,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 DECODERS = {
     "gpt2": ("GPT2", {**TEXT, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64}),
     "llama": ("Llama", GROUPED),
+    "linear_rope": ("Llama", GROUPED | {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
     "llama3_rope": ("Llama", GROUPED | {"rope_parameters": LLAMA3}),
     "yarn_rope": ("Llama", GROUPED | {"rope_parameters": YARN}),
     "mistral": ("Mistral", GROUPED | {"sliding_window": 5}),

@@ -4,15 +4,26 @@ of the tests break graphs of torch.compile."""
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
 def printed(*command: str) -> str:
     """What `python *command` prints, which finds the modules of this folder and of this process."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run([sys.executable, "-W", "ignore", *command], env=environment, capture_output=True, text=True)
+    how = {"env": environment, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-W", "ignore", *command], **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def torchrun(processes: int, *command: str) -> str:
+    """What `torchrun --nproc-per-node processes *command` prints."""
+    return printed("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *command)
 
 
 def run_cases(file: Path, chosen: str) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from fem.models import FEMConfig
+from fem import PRIORS
+from fem.models import FEMConfig, FEMForCausalLM
+from fem.models.presets import TRANSFORMER
 from fem.models.surgery.head import FreeEnergyHead
 
 VOCABULARY = 61
+HYBRID = ["gla", "softmax", {"prior_type": "softmax", "window": 4}]
+MODELS = {prior: {"prior_type": prior} for prior in PRIORS} | {
+    "plain_attention": TRANSFORMER,
+    "hybrid": {"layer_priors": HYBRID, "num_hidden_layers": 3, "num_key_value_heads": 1},
+}
+# For promises of the model around the mixers: keys, a state, and both, with a window and without.
+every_kind = pytest.mark.parametrize("model", ["softmax", "mamba", "hybrid"], indirect=True)
 
 
 def small_config(**fields) -> FEMConfig:
@@ -22,6 +32,10 @@ def lively(model: torch.nn.Module, seed: int = 0, size: float = 0.3) -> torch.nn
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator).mul_(size))
     return model.eval()
+
+
+def small_model(**fields) -> FEMForCausalLM:
+    return lively(FEMForCausalLM(small_config(**fields)))
 
 
 def tokens(batch: int, time: int, seed: int = 1) -> torch.Tensor:

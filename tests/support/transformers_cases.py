@@ -6,30 +6,19 @@ import os
 import unittest
 
 import torch
+import transformers
 from tests.test_configuration_common import ConfigTester
 from tests.test_modeling_common import ModelTesterMixin, global_rng, ids_tensor, random_attention_mask
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForQuestionAnswering,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
-    LlamaModel,
-)
+from transformers import LlamaConfig
 from transformers.models.auto import modeling_auto as auto
 
 from fem import models
 from fem.models import FEMConfig
 
 PRIOR = os.environ["FEM_SUITE_PRIOR"]
+LIBRARY, FAMILY = (transformers, "Llama") if PRIOR == "llama" else (models, "FEM")
 HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-LLAMA = (
-    LlamaModel,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
-    LlamaForQuestionAnswering,
-)
+CLASSES = tuple(getattr(LIBRARY, FAMILY + head) for head in HEADS)
 
 for head, names in {
     "Model": auto.MODEL_MAPPING_NAMES,
@@ -71,7 +60,7 @@ class Sizes:
 
 
 class SuiteTest(ModelTesterMixin, unittest.TestCase):
-    all_model_classes = LLAMA if PRIOR == "llama" else tuple(getattr(models, f"FEM{head}") for head in HEADS)
+    all_model_classes = CLASSES
 
     def setUp(self):
         torch.set_num_threads(1)

@@ -1,8 +1,10 @@
+from importlib.util import find_spec
+
 import pytest
 import torch
 from trainings import tiny, write_corpus
 
-from fem.train import train
+collect_ignore_glob = [] if find_spec("transformers") else ["test_*.py"]  # which come with the extra 'lm'
 
 
 @pytest.fixture(scope="module")
@@ -13,6 +15,8 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """A run that was never stopped."""
+    from fem.train import train
+
     torch.set_num_threads(1)
     output = tmp_path_factory.mktemp("whole") / "run"
     train.run(tiny(data), output)

@@ -1,13 +1,11 @@
 """`fem train --model` with the models of flash-linear-attention, whose kernels run in Triton's interpreter."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 from importlib.util import find_spec
 
 import pytest
+from processes import printed
 from trainings import tiny
 
 pytestmark = [
@@ -70,11 +68,7 @@ def test_a_baseline_of_table_2_trains_two_steps(data, tmp_path, model):
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "tie_word_embeddings": True}
     recipe = tiny(data, architecture=model, model=json.dumps(sizes | MODELS[model]), max_steps=2, warmup_steps=1)
     given = json.dumps(asdict(recipe) | {"context": 32, "log_steps": 1})
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, given, str(tmp_path)], capture_output=True, text=True, env=dict(os.environ)
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout.partition("RESULT ")[2])
+    results = json.loads(printed("-c", SCRIPT, given, str(tmp_path)).partition("RESULT ")[2])
     assert results["step"] == 2
     assert results["val_loss"] == pytest.approx(5.6, abs=0.4)  # log 300
     assert results["grad_norm"] > 0

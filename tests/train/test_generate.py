@@ -1,16 +1,12 @@
 """`fem generate`: a prompt continued token by token."""
 
 import math
-import sys
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
-
+from command_line import fem
 from trainings import save_random_model
 
-from fem import cli
 from fem.train.checkpoints import load_language_model
 from fem.train.generate import continue_prompt
 
@@ -105,8 +101,5 @@ def test_an_empty_prompt_needs_a_token_that_begins_it(folder):
 
 def test_the_command_prints_prompt_and_continuation(folder, model, monkeypatch, capsys):
     options = ["--model", str(folder), "--prompt", "the sun", "--max-new-tokens", "5", "--temperature", "0"]
-    monkeypatch.setattr(sys, "argv", ["fem", "generate", *options])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not end.value.code
+    assert not fem(monkeypatch, "generate", *options)
     assert capsys.readouterr().out.startswith("the sun")

@@ -16,13 +16,12 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
-
+from chaos import Chaos, cases
+from command_line import fem
 from forked import Training, arguments
+from processes import torchrun
 from trainings import assert_same_run, losses, tiny, weights, write_corpus
 
-from fem import cli
 from fem.commands import train as command
 from fem.train import metrics, train
 from fem.train.checkpoints import checkpoints, newest
@@ -140,11 +139,8 @@ def ask_in_a_destructor():
 
 def test_ctrl_c_says_what_to_type(data, tmp_path, monkeypatch, capsys):
     words = ["train", "--data", str(data), "--output", str(tmp_path / "run"), "--context", "24", "--vocabulary", "300"]
-    monkeypatch.setattr(sys, "argv", ["fem", *words])
     monkeypatch.setattr(SaveAndStop, "on_step_begin", lambda self, *a, **k: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 130
+    assert fem(monkeypatch, *words) == 130
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(rf"stopped by SIGINT; .* to go on: fem {' '.join(words)} --resume auto", last)
 
@@ -324,15 +320,7 @@ def apart(one, other, step):
 def test_two_processes_train_the_same_model_as_one_and_one_goes_on(tmp_path):
     recipe = tiny(write_corpus(tmp_path / "data.jsonl"), validation_rows=5)  # no multiple of 2 processes
     train.run(recipe, tmp_path / "1")
-    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fem.cli")
-    done = subprocess.run(
-        [sys.executable, *words, *arguments(recipe, tmp_path / "2", resume=False)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    torchrun(2, "-m", "fem.cli", *arguments(recipe, tmp_path / "2", resume=False))
     for a, b in zip(losses(tmp_path / "1"), losses(tmp_path / "2"), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
     assert apart(tmp_path / "1", tmp_path / "2", 12) < 1e-4
@@ -377,3 +365,13 @@ def test_compiled_and_recomputed_training_tell_the_same_losses(tmp_path, way):
         assert ended.code == 0, ended.said
     for a, b in zip(losses(tmp_path / "plain"), losses(tmp_path / way), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
+
+
+@SLOW
+@pytest.mark.timeout(900)
+def test_what_make_chaos_kills_or_stops_goes_on_to_the_same_weights(tmp_path):
+    """One case of every kind of end: nothing silent, no traceback, nothing lost."""
+    chaos = Chaos(tmp_path, seed=1)
+    one_each = {case.kind: case for case in cases(seed=1)}
+    found = [chaos.run(number, case) for number, case in enumerate(one_each.values())]
+    assert [case for case in found if case["outcome"] != "same"] == []

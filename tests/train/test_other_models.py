@@ -5,9 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
-
 from trainings import losses, tiny
 from transformers import GPT2Config
 

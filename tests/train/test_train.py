@@ -10,9 +10,6 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
-
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dispatched import Dispatched
 from processes import printed
 from reads import gradients_of, make
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.functional import softmax_read
@@ -172,30 +172,18 @@ def test_bfloat16_loses_at_most_twice_what_the_plain_form_loses(case):
         assert error <= max(2 * allowed, unit) * (16 if place == 5 else 1)  # dbeta, of nearly equal sums
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation makes."""
-
-    most = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        made = function(*arguments, **(options or {}))
-        for x in made if isinstance(made, (tuple, list)) else (made,):
-            if torch.is_tensor(x):
-                self.most = max(self.most, x.numel())
-        return made
-
-
 @pytest.mark.parametrize("spike", [0.0, 300.0])
 def test_no_tensor_is_quadratic_in_the_tokens_forward_or_backward(monkeypatch, spike):
     monkeypatch.setattr(exact, "_NUMBERS", 1 << 13)
     leaves = draw(512, heads=2, key_heads=1, batch=1)
     leaves[2][:, 200, :, 0] += spike
     fallbacks.reset()
-    with Largest() as seen:
+    with Dispatched() as seen:
         read = composed(*(x.requires_grad_() for x in leaves), by_blocks=False)
         (read.mean.sum() + read.free_energy.sum()).backward()
     assert (fallbacks.recomputed > 0) == (spike > 0)
-    assert seen.most <= 512 * 2 * 16  # of q; a matrix of pairs has 512 * 512
+    largest = max(x.numel() for _, _, made in seen.calls for x in made)
+    assert largest <= 512 * 2 * 16  # of q; a matrix of pairs has 512 * 512
 
 
 HALF, SINGLE = torch.float16, torch.float32
@@ -259,26 +247,14 @@ def test_reads_go_on_unfused_where_the_compiler_fails(monkeypatch):
     assert shift.shape == (1, 1, 1, 3)
 
 
-class Indices(TorchDispatchMode):
-    """The dtypes of the tensors by which others are indexed."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.index.Tensor:
-            self.dtypes |= {index.dtype for index in args[1]}
-        return function(*args, **(kwargs or {}))
-
-
 def test_a_bias_is_found_in_64_bits():
     """One of (1, 16, 16k, 16k) has 2^32 entries; FlexAttention gives places in 32 bits."""
     bias, place = torch.randn(1, 2, 3, 4), [torch.tensor([at], dtype=torch.int32) for at in (5, 1, 2, 3)]
-    with Indices() as seen:
+    with Dispatched() as seen:
         score = card._biased(bias)(torch.ones(1), *place)
     assert score.item() == 1 + bias[0, 1, 2, 3].item()
-    assert seen.dtypes == {torch.int64}
+    places = [given[1] for function, given, _ in seen.calls if function is torch.ops.aten.index.Tensor]
+    assert {index.dtype for at in places for index in at} == {torch.int64}
 
 
 @torch.no_grad()

@@ -130,7 +130,7 @@ def on_meta(model_type: str) -> Finding:
     failures = []
     for sizes in (ALL_LAYERS, None, SIZES):
         try:
-            fields = {} if sizes is None else shrink(_default(model_type), sizes)
+            fields = {} if sizes is None else shrink(CONFIG_MAPPING[model_type]().to_dict(), sizes)
             with torch.device("meta"):
                 model = AutoModel.from_config(CONFIG_MAPPING[model_type](**fields))
         except Exception as error:
@@ -147,12 +147,8 @@ def on_meta(model_type: str) -> Finding:
     return Finding(model_type, "not built", failures[0])
 
 
-def _default(model_type: str) -> dict:
-    return CONFIG_MAPPING[model_type]().to_dict()
-
-
 def build(model_type: str, sizes: dict[str, int] = SIZES) -> nn.Module:
-    small = CONFIG_MAPPING[model_type](**shrink(_default(model_type), sizes))
+    small = CONFIG_MAPPING[model_type](**shrink(CONFIG_MAPPING[model_type]().to_dict(), sizes))
     with torch.device("meta"):
         weights = sum(parameter.numel() for parameter in AutoModel.from_config(small).parameters())
     if weights > LARGEST:

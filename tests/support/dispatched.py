@@ -1,0 +1,18 @@
+"""What torch dispatches while a block runs."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Dispatched(TorchDispatchMode):
+    """calls: the function of each operation, its arguments, and the tensors that it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        self.calls.append((function, arguments, [x for x in tree_leaves(made) if torch.is_tensor(x)]))
+        return made
