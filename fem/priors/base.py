@@ -73,26 +73,27 @@ class Prior(nn.Module, ABC):
         beta has `beta_shape`, or is None where only the mean is read.
         """
 
-    def forward(self, *inputs):
+    def forward(self, features, v, beta, tokens, memory, free_values=None):
         """`read`, as a module's call: hooks that load parameters when it is called, such as accelerate's, know it."""
-        found = self.read(*inputs)
+        found = self.read(features, v, beta, tokens, memory, free_values)
         pair = type(found) is tuple and isinstance(found[0], Read)
-        if not pair or (inputs[4] is not None and not isinstance(found[1], dict)):
+        if not pair or (memory is not None and not isinstance(found[1], dict)):
             got = "no dict" if pair else type(found[0] if type(found) is tuple else found).__name__
             raise TypeError(
                 f"read of the prior {self.name!r} must return a Read and the memory after it, which is a dict where "
                 f"memory is one, got {got}."
             )
-        if (found[0].free_energy is None) != (inputs[2] is None):
+        read = found[0]
+        if (read.free_energy is None) != (beta is None):
             raise ValueError(
                 f"read of the prior {self.name!r} must return a free energy, or None where beta is None, got "
-                f"{'None' if found[0].free_energy is None else 'one without a beta'}."
+                f"{'None' if read.free_energy is None else 'one without a beta'}."
             )
         if torch.compiler.is_compiling():  # a comparison would become a guard of the graph
             return found
-        of = {"mean": inputs[1], "free_energy": inputs[1] if len(inputs) < 6 or inputs[5] is None else inputs[5]}
-        for name, v in of.items():
-            x, wanted = getattr(found[0], name), (*v.shape[:2], getattr(self.config, "n_head", v.shape[2]), v.shape[3])
+        heads = getattr(self.config, "n_head", v.shape[2])  # a prior alone has no configuration
+        for name, x, values in zip(Read._fields, read, (v, v if free_values is None else free_values)):
+            wanted = (*v.shape[:2], heads, values.shape[3])
             if x is not None and tuple(x.shape) != wanted:
                 raise ValueError(
                     f"read of the prior {self.name!r} must return a {name} of shape {wanted}, got {tuple(x.shape)}."
