@@ -134,8 +134,9 @@ def block_mask(support: Support, queries: int, keys: int, device: torch.device):
     chosen = torch.stack(torch.broadcast_tensors(some & ~full, full))[:, :, None]
     listed = {}
     for side, blocks in (("kv", chosen), ("q", chosen.mT.contiguous())):  # the kernels take lists in one piece
-        counts = blocks.sum(-1, dtype=torch.int32)
-        order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+        others, order = (~blocks).int().sort(dim=-1, stable=True)
+        # Not a sum of the blocks, which inductor of PyTorch 2.11 fails to fuse where rows and columns are as many.
+        order, counts = order.int(), others.shape[-1] - others.sum(-1, dtype=torch.int32)
         listed |= {f"{side}_num_blocks": counts[0], f"full_{side}_num_blocks": counts[1]}
         listed |= {f"{side}_indices": order[0], f"full_{side}_indices": order[1]}
     many, per_row = int(len(first) > 1), int(keep is not None and len(keep) > 1)
