@@ -91,7 +91,8 @@ class Prior(nn.Module, ABC):
             )
         if torch.compiler.is_compiling():  # a comparison would become a guard of the graph
             return found
-        heads = getattr(self.config, "n_head", v.shape[2])  # a prior alone has no configuration
+        grouped = 1 if self.config is None else self.config.n_head // self.config.kv_heads  # a prior alone has none
+        heads = v.shape[2] * grouped  # tensor parallelism has a part of them
         for name, x, values in zip(Read._fields, read, (v, v if free_values is None else free_values)):
             wanted = (*v.shape[:2], heads, values.shape[3])
             if x is not None and tuple(x.shape) != wanted:

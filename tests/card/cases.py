@@ -22,6 +22,7 @@ from fem.models import FEMConfig, FEMForCausalLM
 card.pose()
 RECORD = json.loads(RECORD.read_text())
 RECORDED = {(row["layer"], row["mode"]): row for row in RECORD["after"]}
+COUNTED = torch.__version__ == RECORD["torch"]  # another one's inductor and Triton launch another number of kernels
 FULL = card.SM == 90  # on other cards: where the choice of a kernel, its code or its shared memory differs
 full = pytest.mark.skipif(not FULL, reason="chosen and compiled as on sm_90")
 bfloat16 = pytest.mark.skipif(card.SM < 80, reason="layers are fused in bfloat16, which this card does not multiply")
@@ -51,7 +52,7 @@ def test_a_train_step_takes_no_more_than_is_recorded(name, mode):
     row |= {} if mode == BFLOAT16 else decode(layer, mode)
     # The allocator rounds by what ran before; on another card flash attention may split its keys: a kernel more.
     more = {"kept MiB": 2} if FULL else {"kept MiB": 2, "forward": 1, "token": 1}
-    if torch.__version__ != RECORD["torch"]:  # whose inductor launches another number of kernels
+    if not COUNTED:
         row = {what: got for what, got in row.items() if "waits" in what}
     above = {what: (got, wanted[what]) for what, got in row.items() if got > wanted[what] + more.get(what, 0)}
     assert not above, f"{name}, {mode}: more than research/results/card.json holds (got, recorded): {above}"
@@ -245,7 +246,7 @@ def test_a_further_layer_of_a_model_reads_no_marks_again(marks, prior, most):
             with card.record() as events:
                 model(ids, **given)
         launches.append(events.launches)
-    assert launches[1] - launches[0] <= most, launches
+    assert launches[1] - launches[0] <= most + 8 * (not COUNTED), launches
 
 
 @full
