@@ -317,7 +317,7 @@ def test_a_prompt_waits_for_nothing(prior, marks, most):
     with card.record() as events:
         layer(x, return_state=True, **marks)
     assert not events.waits, events.summary()
-    assert events.launches <= most, events.summary()
+    assert events.launches <= most + 8 * (not COUNTED), events.summary()
 
 
 @full
