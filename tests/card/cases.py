@@ -20,9 +20,9 @@ from fem.functional import softmax_read
 from fem.models import FEMConfig, FEMForCausalLM
 
 card.pose()
-RECORD = json.loads(RECORD.read_text())
-RECORDED = {(row["layer"], row["mode"]): row for row in RECORD["after"]}
-COUNTED = torch.__version__ == RECORD["torch"]  # another one's inductor and Triton launch another number of kernels
+KNOWN = json.loads(RECORD.read_text())
+RECORDED = {(row["layer"], row["mode"]): row for row in KNOWN["after"]}
+COUNTED = torch.__version__ == KNOWN["torch"]  # another one's inductor and Triton launch another number of kernels
 FULL = card.SM == 90  # on other cards: where the choice of a kernel, its code or its shared memory differs
 full = pytest.mark.skipif(not FULL, reason="chosen and compiled as on sm_90")
 bfloat16 = pytest.mark.skipif(card.SM < 80, reason="layers are fused in bfloat16, which this card does not multiply")

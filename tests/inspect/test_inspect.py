@@ -80,9 +80,7 @@ def test_gap_and_read_follow_from_prior_and_posterior(fields):
     np.testing.assert_allclose(p.sum(-1), 1, atol=1e-9)
     divergence = np.where(p > 0, p * np.log(np.where(p > 0, p, 1) / np.where(p > 0, q, 1)), 0).sum(-1)
     assert found.gap.shape == found.beta.shape + found.gap.shape[-1:] == divergence.shape
-    if (
-        layer.config.prior_type == "mamba_interactive"
-    ):  # it selects pairs of token and channel: over tokens less is seen
+    if layer.config.prior_type == "mamba_interactive":  # selects pairs of token and channel: tokens alone show less
         assert (found.gap > divergence - 1e-9).all()
     else:
         np.testing.assert_allclose(found.gap, divergence, atol=1e-7)
