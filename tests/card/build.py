@@ -40,9 +40,11 @@ def download(place: Path, version: str) -> Path:
         subprocess.check_call([*get, "torch===" + version])
         wanted = zipfile.ZipFile(next(wheels.glob("torch-*.whl")))
         metadata = wanted.read(next(name for name in wanted.namelist() if name.endswith("METADATA"))).decode()
-        subprocess.check_call([*get, re.search(r"triton[=~]=[\d.]+", metadata).group()])
-        for wheel in wheels.glob("*.whl"):
-            zipfile.ZipFile(wheel).extractall(site)
+        runtime = "nvidia-cuda-runtime==13.*"  # of which its headers: Triton 3.6 brings those of CUDA 12
+        subprocess.check_call([*get, re.search(r"triton[=~]=[\d.]+", metadata).group(), runtime])
+        for wheel in map(zipfile.ZipFile, wheels.glob("*.whl")):
+            names = wheel.namelist()
+            wheel.extractall(site, [name for name in names if not name.startswith("nvidia/cu13/lib/")])
         for program in [*site.glob("triton/backends/*/bin/*"), *site.glob("torch/bin/*")]:
             program.chmod(0o755)
         shutil.rmtree(wheels)
@@ -85,7 +87,8 @@ def build(place: Path, version: str) -> None:
         path.with_suffix(".map").write_text(f"{tag} {{ global: *; }};\n")
         runtime = "cudart" in library
         sources = [path.with_suffix(".cpp"), HERE / ("runtime.cpp" if runtime else "vendors.cpp")]
-        linked = [f"-I{site}/triton/backends/nvidia/include"] if runtime else [f"-L{lib}", "-l:libcudart.so.13"]
+        headers = [f"-I{site}/nvidia/cu13/include", f"-I{site}/triton/backends/nvidia/include"]
+        linked = headers if runtime else [f"-L{lib}", "-l:libcudart.so.13"]
         linked.append(f"-Wl,-soname,{library},--version-script={path.with_suffix('.map')}")
         subprocess.check_call([*COMPILER, "-o", path, *sources, *linked])
     run = place / "run"

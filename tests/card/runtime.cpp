@@ -1,7 +1,6 @@
 // libcudart for a card that is not there: answers what PyTorch asks, writes down every launch, copy and wait, and
 // computes nothing. Memory is real but untouched, so tensors of any size cost nothing until somebody writes to them.
 #include <cuda_runtime_api.h>
-#undef cudaStreamGetCaptureInfo  // headers of CUDA 12, which Triton 3.6 brings, give it another name and form
 #include <cxxabi.h>
 #include <sys/mman.h>
 

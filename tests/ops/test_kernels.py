@@ -7,7 +7,7 @@ import pytest
 from processes import needs_triton, printed, run_cases
 
 pytestmark = needs_triton
-SCANS = Path(__file__).with_name("scan_cases.py")
+SCANS, MEMORY = (Path(__file__).with_name(f"{name}_cases.py") for name in ("scan", "memory"))
 REGISTERS = """
 import json
 from ahead_of_time import compiled
@@ -39,6 +39,10 @@ LOOSE = {
     "rotation in bfloat16": 1e-2,
     "weights of 60 nats": 5e-6,
 }
+
+
+def test_programs_that_would_meet_on_a_card_are_found():
+    run_cases(MEMORY, "test")
 
 
 def test_linear_attention_is_read_as_the_definition_says():

@@ -1,6 +1,6 @@
 """Triton's interpreter, which runs kernels on a CPU: imported before any kernel is, in a process of its own.
 
-It rounds float32 towards zero where a card rounds to the nearest; here it rounds as a card does.
+It rounds float32 towards zero where a card rounds to the nearest; here it rounds as a card does. Launches are watched.
 """
 
 import os
@@ -8,6 +8,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
+import sanitizer
 import torch
 from triton.runtime import interpreter
 
@@ -23,3 +24,4 @@ def _rounded(values, kind, wanted, mode):
 
 
 interpreter._convert_float = _rounded
+sanitizer.watch()

@@ -3,14 +3,11 @@
 Prints "equal", or what differs.
 """
 
-import os
 import sys
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 from dataclasses import replace
 
 import fla_reference
+import interpreted  # noqa: F401  (before any kernel)
 import torch
 from reads import gradients_of, make
 
