@@ -21,8 +21,10 @@ def decayed_names(model: nn.Module) -> list[str]:
 
 
 def _behind(module: nn.Module, name: str) -> Iterable[nn.Parameter]:
-    """The parameter of this name, or those that a parametrization such as weight_norm makes it from."""
-    return module.parametrizations[name].parameters() if is_parametrized(module, name) else [getattr(module, name)]
+    """The parameter of this name, or those that a parametrization such as weight_norm, or pruning, makes it from."""
+    if is_parametrized(module, name):
+        return module.parametrizations[name].parameters()
+    return [getattr(module, f"{name}_orig" if hasattr(module, f"{name}_orig") else name)]
 
 
 class AsksNoDecay:

@@ -163,6 +163,11 @@ class MixerState:
         for name in ("layer", "names", "dtype"):
             if name not in tensors:
                 raise ValueError(f"tensors must be what MixerState.state_dict returned, got none named {name!r}.")
+        if tensors["layer"].dtype != torch.uint8:
+            got = f"'layer' of {tensors['layer'].dtype}"
+            raise ValueError(
+                f"tensors must hold what MixerState.state_dict returned, got {got}; MixerState.to casts a state."
+            )
         layer, names = (bytes(tensors[name].tolist()).decode() for name in ("layer", "names"))
         contents = {name: tensor for name, tensor in tensors.items() if name not in ("layer", "names", "dtype")}
         listed, present = (dict(x.split(" ", 1) for x in text.splitlines()) for text in (names, _listed(contents)))

@@ -12,7 +12,7 @@ import torch
 from fem.checks import require_text
 from fem.inspect import MOST_TOKENS
 from fem.inspect.layers import LayerTables, by_division, layer_tables, readers, readings
-from fem.provenance import CONFIG, RESULTS, check_output, circumstances, write_json
+from fem.provenance import CONFIG, RESULTS, check_output, circumstances, replacing, write_json
 from fem.recipes import listed, require_some_of
 from fem.tables import show_table, write_csv
 
@@ -105,7 +105,8 @@ def run(folder: str, text: str, layers: str | None, output: Path) -> dict:
         [visible(token) for token in tokens],
         [(name, most.prior[head, :, -1].mean(0), most.read[head, :, -1])],
     )
-    (output / "inspect.html").write_text(explored, encoding="utf-8")
+    with replacing(output / "inspect.html") as staged:
+        staged.write_text(explored, encoding="utf-8")
     results = {"model": folder, "tokens": tokens, "heads": rows}
     write_json(output / RESULTS, results)
     title = f"How many of {len(tokens)} tokens a head reads: means over channels and tokens"

@@ -25,7 +25,7 @@ def hidden_temperature(p: Along, v: Along, lam: PerRead, beta_max: PerRead, dim:
     if beta_max.isinf().any():
         raise ValueError(f"beta_max must be finite, got {shown(beta_max)}; use a large number for hard selection.")
     target = lam * rows.gain(beta_max)
-    anywhere = lam * beta_max + torch.zeros_like(target)
+    anywhere = lam * beta_max + 0 * target  # NaN where a value is
     inside = (lam > 0) & (lam < 1) & (target > 0)
     root = _root(rows.gain, target, inside * beta_max)
     return as_given(torch.where(inside, root, anywhere), p, v)
@@ -51,7 +51,7 @@ def temperature_for_budget(p: Along, v: Along, kl: PerRead, dim: int = -1) -> Al
     hard = (kl >= limit) | ~(margin < math.inf)
     decided = 800 / margin  # there all other tokens have a posterior below e^-800 / p: hard selection in float64
     root = _root(rows.kl_from_prior, kl + torch.zeros_like(margin), torch.where(hard, 0, decided))
-    return as_given(torch.where(hard, math.inf, root), p, v)
+    return as_given(torch.where(hard, math.inf, root) + 0 * rows.mean, p, v)
 
 
 def _root(function: Callable[[Tensor], Tensor], target: Tensor, high: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def continue_prompt(
     if ids == [None]:
         raise ValueError("prompt must hold text, as no token of this tokenizer begins or ends one, got an empty one.")
     context = getattr(model.config, "max_position_embeddings", None) or math.inf
-    new = min(NEW_TOKENS, context - len(ids)) if max_new_tokens is None else max_new_tokens
+    new = max(1, min(NEW_TOKENS, context - len(ids))) if max_new_tokens is None else max_new_tokens
     if len(ids) + max(new, 1) > context:
         raise ValueError(
             f"prompt and max_new_tokens must fit into the context of {context} tokens, got {len(ids)} and {new}."

@@ -15,6 +15,14 @@ WARMUP = 50  # steps; a twentieth of the laptop recipe
 PAPER_ROWS = 128  # of 4096 tokens: 0.5M tokens a step
 
 
+def require_predictions(recipe) -> None:
+    """Raises ValueError where no token of a row is predicted, or a tokenizer has too few entries for every byte."""
+    if recipe.context < 2:
+        raise ValueError(f"context must be at least 2 tokens, of which one predicts, got {recipe.context}.")
+    if recipe.vocabulary < SMALLEST_VOCABULARY:
+        raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {recipe.vocabulary}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe:
     """Model, data and training. A batch is counted over all processes, so that a recipe fits any number of GPUs."""
@@ -66,14 +74,11 @@ class TrainRecipe:
         require_positive(self, *counts, "learning_rate", "clip")
         require_not_negative(self, "validation_rows", "weight_decay", "seed")
         require_not_negative(self, *(["warmup_steps"] if self.warmup_steps is not None else []))
-        if self.context < 2:
-            raise ValueError(f"context must be at least 2 tokens, of which one predicts, got {self.context}.")
         if not 0 <= self.beta2 < 1:
             raise ValueError(f"beta2 must lie in [0, 1), got {self.beta2}.")
         if self.warmup > self.max_steps:
             raise ValueError(f"warmup_steps must be at most max_steps = {self.max_steps}, got {self.warmup}.")
-        if self.vocabulary < SMALLEST_VOCABULARY:
-            raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {self.vocabulary}.")
+        require_predictions(self)
         require_one_of("dtype", self.dtype, DTYPES)
         require_one_of("mlp", self.mlp, MLPS)
         require_one_of("documents", self.documents, DOCUMENTS)

@@ -73,6 +73,8 @@ def add_runs(runs: Sequence[Path] | None, output: Path) -> int:
     One process at a time changes the record: others wait.
     """
     check_output(output)
+    if (output / CONFIG).exists():
+        raise ValueError(f"output must be a folder of results, got {str(output)!r} with a run; choose another.")
     drawn = (TABLE.search(page.read_text(encoding="utf-8", errors="replace")) for page in output.glob("*.md"))
     if any(output.glob("[!.]*")) and not (any(output.glob("*.csv")) or any(drawn)):
         raise ValueError(f"output must be a folder of results, got {str(output)!r} without a CSV file of the record.")

@@ -193,7 +193,7 @@ def test_validation_loss_is_the_mean_over_the_chosen_blocks(corpus):
 
 def test_the_demo_writes_everything_it_promises(text, tmp_path):
     recipe = demo.DemoRecipe(
-        text_file=text,
+        text=text,
         seeds=2,
         argmax_steps=2,
         steps=4,

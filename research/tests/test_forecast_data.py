@@ -113,10 +113,12 @@ BAD = {
     "an empty cell": (waves(99).replace({"c1": {waves(99)["c1"][7]: np.nan}}), "mine.csv", "nan in column c1, row 8"),
     "a word": (waves(99).astype({"c0": str}).assign(c0="high"), "mine.csv", "mine.csv has high in column c0, row 1"),
     "too few rows for the split": (ett(500), "ETTh1.csv", "its standard split needs 14400 rows, got 500."),
+    "no rows": (waves(20)[:0], "mine.csv", "mine is too short: its train rows [0, 0) hold no window"),
     "too few rows for a window": (waves(20), "mine.csv", "mine is too short: its train rows [0, 14) hold no window"),
 }
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("case", BAD)
 def test_bad_data_is_one_sentence_before_any_training(monkeypatch, tmp_path, capsys, case):
     table, name, sentence = BAD[case]
@@ -129,6 +131,15 @@ def test_bad_data_is_one_sentence_before_any_training(monkeypatch, tmp_path, cap
     assert said.startswith("error: ")
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_two_files_of_one_name_are_refused(monkeypatch, tmp_path, capsys):
+    """Else a table would show the mean of both as one."""
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        waves(99).to_csv(tmp_path / folder / "mine.csv", index=False)
+    assert command(monkeypatch, "--data", f"{tmp_path}/a/mine.csv,{tmp_path}/b/mine.csv", "--lookback", 24) == 2
+    assert "--data must be files of different names, got 'mine' twice; rename one." in capsys.readouterr().err
 
 
 DATA = Path(os.environ.get("FEM_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))

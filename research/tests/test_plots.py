@@ -1,5 +1,7 @@
 """Pictures of experiments are written."""
 
+import math
+
 import pytest
 
 pytest.importorskip("matplotlib", reason="needs free-energy-mixer[cli]")
@@ -20,7 +22,9 @@ def test_curves_and_dots_are_written(tmp_path):
     assert imread(tmp_path / "six.png").shape[1] < 1200  # pixels that a page has room for
     scores = {"one": {"FEM": [0.5, 0.6], "other": [0.4]}, "two": {"other": [1]}}
     dots(tmp_path / "dots.png", "title", scores, {"FEM": "#1f5fbf"})
-    for name in ("curves.png", "dots.png"):
+    diverged = Panel("loss", "step", {"FEM": [([1, 2], [math.nan, math.inf])]}, logarithmic=True)
+    learning_curves(tmp_path / "diverged.png", "title", [diverged], {})
+    for name in ("curves.png", "dots.png", "diverged.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 

@@ -157,6 +157,13 @@ def test_without_names_every_finished_run_is_taken(tmp_path, monkeypatch, output
     assert {row["run"] for row in rows(output)} == {"one"}
 
 
+def test_the_record_is_not_written_among_the_files_of_a_run(tmp_path):
+    run = made_up_run(tmp_path / "run")
+    (run / "table.csv").touch()
+    with pytest.raises(ValueError, match=r"output must be a folder of results, got .* with a run"):
+        add_runs([run], run)
+
+
 def test_a_training_is_no_run_of_an_experiment(tmp_path, output):
     (tmp_path / "train" / "checkpoint-5").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"got the training .*; fem eval --model"):

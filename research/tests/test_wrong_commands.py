@@ -22,11 +22,15 @@ WRONG = {  # by command: what is typed, and how the sentence begins
         "--learning-rates 0.001,0": "--learning-rates must be above 0, got '0.001,0'",
         "--mlp wide": "--mlp must be one of narrowed, kept; got 'wide'.",
         "--seed -1": "--seed must not be negative, got -1.",
+        "--context 1": "--context must be at least 2 tokens, of which one predicts, got 1.",
+        "--vocabulary 256": "--vocabulary must be at least 257, got 256.",
     },
     "argmax": {
         "--heads 7": "--heads must divide --channels = 64, got --heads = 7.",
         "--train-examples 3": "--train-examples must fill one batch of 32, got 3.",
         "--tokens 1": "--tokens must be at least",
+        "--heads 1 --channels 1 --test-examples 1": "--validation-examples and --test-examples must hold at "
+        "least 2 maxima, got 1000 and 1 of one channel.",
         "--enough nan": "--enough must be",
         "--seed 4294967296": "--seed must be below 2^32, got 4294967296.",
     },
@@ -37,6 +41,8 @@ WRONG = {  # by command: what is typed, and how the sentence begins
     "demo": {
         "--heads 3": "--heads must divide --width = 128, got 3.",
         "--context 8": "--context must be at least 24 tokens for the picture, got 8.",
+        "--vocabulary 256": "--vocabulary must be at least 257, got 256.",
+        "--text-file nowhere.txt": "--text-file must be a file that exists, got 'nowhere.txt'.",
     },
     "eval": {
         "--tasks piqa": "--model must be given",
@@ -45,9 +51,11 @@ WRONG = {  # by command: what is typed, and how the sentence begins
         "--model m --tasks a --include-path /no/where": "--include-path must be a folder",
         "--model m --tasks a --include-path /": "--include-path needs --allow-code: ",
         "--model m --tasks a --beside 9B": "--beside must be a row of Table 2",
+        "--model m --tasks a --seed -1": "--seed must not be negative, got -1.",
     },
     "finetune": {
         "--heads 5": "--heads must divide --width = 96, got 5.",
+        "--context 1": "--context must be at least 2 tokens, of which one predicts, got 1.",
         "--architecture llama --heads 1": "--heads must be even for llama, got 1.",
         "--architecture llama --heads 32": "--heads must divide width / 2 = 48, got 32.",
         "--mixers original,FEM": "--mixers must be attention and some of attention, attention+G, attention+LTG/r4, "

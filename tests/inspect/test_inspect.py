@@ -4,7 +4,9 @@ import base64
 import json
 import math
 import re
+import shutil
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -203,6 +205,19 @@ def test_no_title_is_cut_above_a_few_tokens(monkeypatch, tmp_path):
     texts = [text for text in figure.findobj(Text) if text.get_text() in (title, name)]
     assert len(texts) == 2
     assert all(text.get_window_extent().x1 < figure.bbox.x1 for text in texts)
+
+
+def test_a_full_disk_leaves_the_page_that_was_there(written, model, monkeypatch, tmp_path):
+    def stops_half_way(path, text, **how):
+        whole(path, text[: len(text) // 2] if "inspect.html" in path.name else text, **how)
+        if "inspect.html" in path.name:
+            raise OSError("No space left on device")
+
+    output, whole = Path(shutil.copytree(written, tmp_path / "run")), Path.write_text
+    monkeypatch.setattr(Path, "write_text", stops_half_way)
+    with pytest.raises(OSError, match="No space"):
+        inspect.run(model, "another text", None, output)
+    assert page_of(output) == page_of(written)
 
 
 def test_named_layers_alone_are_shown(model, tmp_path):

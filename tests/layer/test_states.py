@@ -105,6 +105,8 @@ def test_a_dict_without_one_of_a_states_tensors_is_refused(family):
             MixerState.from_state_dict(saved | {name: saved[name].to("meta")})
     with pytest.raises(ValueError, match=r"MixerState\.state_dict returned, got none named"):
         MixerState.from_state_dict({name: saved[name] for name in ("layer", "names", "dtype")})
+    with pytest.raises(ValueError, match=r"'layer' of torch\.float16; MixerState\.to casts a state"):
+        MixerState.from_state_dict({name: tensor.half() for name, tensor in saved.items()})
 
 
 def test_a_state_written_before_positions_said_who_had_started_loads():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from layers import FAMILIES, make_layer
+from torch.nn.utils.prune import l1_unstructured
 
 import fem
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig
@@ -69,3 +70,5 @@ def test_what_makes_a_query_does_not_decay_either():
     assert len(parts) == 2
     assert parts <= kept
     assert not parts & decayed
+    pruned = l1_unstructured(fem.FreeEnergyPooling(16, 2), "query", 0.5)
+    assert "query_orig" in pruned.no_weight_decay()

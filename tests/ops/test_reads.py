@@ -241,6 +241,15 @@ def test_the_mean_alone_needs_no_beta(name, causal, backend):
 
 
 @every_read
+@pytest.mark.parametrize("again", [False, True])
+def test_a_gradient_that_is_undefined_is_passed_on(name, again):
+    """As `torch.autograd.gradcheck` tries, and a function whose backward returns None."""
+    call = make(name, 5).leaves()
+    sum(torch._C._functions.UndefinedGrad()(part).sum() for part in call.read()).backward(create_graph=again)
+    assert not any(x.grad is not None and x.grad.any() for x in call.tensors())
+
+
+@every_read
 @both_ways
 def test_the_reference_backend_is_the_definition(name, causal):
     call, documents, marks = drawn(name, CASES["float64"] | {"causal": causal, "time": 16})

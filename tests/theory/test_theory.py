@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from decimal import Decimal, localcontext
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fem import theory
 
 F64 = torch.float64
 ONE_READ = (theory.free_energy, theory.kl_gap, theory.posterior_mean)
+TEMPERATURES = (partial(theory.hidden_temperature, lam=0.5), "beta_max"), (theory.temperature_for_budget, "kl")
 
 
 def slope(p, v, beta):
@@ -141,6 +143,12 @@ def test_values_outside_the_support_are_not_read(read, foreign):
     for gradient in torch.autograd.grad(result.sum(), (p, v, beta)):
         assert gradient.isfinite().all()
         assert gradient.ndim == 0 or gradient[1] == 0
+
+
+@pytest.mark.parametrize("read, last", [*((read, "beta") for read in ONE_READ), *TEMPERATURES])
+def test_a_value_that_is_no_number_is_no_number_in_its_own_row(read, last):
+    p, v = torch.full((2, 3), 1 / 3, dtype=F64), torch.tensor([[1.0, math.nan, 2.0], [1.0, 0.0, 2.0]], dtype=F64)
+    assert read(p, v, **{last: 0.5}).isnan().tolist() == [True, False]
 
 
 def test_a_row_without_support_reads_zero():

@@ -221,6 +221,8 @@ class SlabScan:
         ctx.set_materialize_grads(False)
 
     def _differentiate(self, ctx, grads):
+        if all(grad is None for grad in grads[:6]):  # as of a function whose backward returns None
+            return (None,) * (self.count + 4)
         saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
         inputs, memory, borders = saved[: self.count], saved[self.count : -3], saved[-3:]
         borders = [x.unsqueeze(0) for x in memory] if self._at_once(ctx.kernels) else borders

@@ -51,6 +51,9 @@ class ArgmaxRecipe:
         finite_number("enough", self.enough, 0.0, math.inf)
         if self.channels % self.heads:
             raise ValueError(f"heads must divide channels = {self.channels}, got heads = {self.heads}.")
+        if self.channels * min(self.validation_examples, self.test_examples) < 2:
+            told = f"got {self.validation_examples} and {self.test_examples} of one channel"
+            raise ValueError(f"validation_examples and test_examples must hold at least 2 maxima, {told}.")
         if self.train_examples < self.batch:
             raise ValueError(f"train_examples must fill one batch of {self.batch}, got {self.train_examples}.")
 

@@ -36,6 +36,9 @@ def learning_curves(path: Path, title: str, panels: Sequence[Panel], colours: Co
     with picture(path, title, 5.0, 2.5 * len(panels) + 0.1 * len(names) + 0.5) as figure:
         key = {}
         for axes, panel in zip(np.atleast_1d(figure.subplots(len(panels), 1)), panels):
+            if panel.logarithmic:  # first: linear limits of a panel without a number are none of a logarithm's
+                axes.set_xscale("log", base=2)
+                axes.set_yscale("log")
             for name, lines in panel.series.items():
                 look = {"color": colours.get(name, GREY), "linestyle": ("-", "--", ":")[min(name.count("/"), 2)]}
                 for x, y in lines:
@@ -43,8 +46,6 @@ def learning_curves(path: Path, title: str, panels: Sequence[Panel], colours: Co
             axes.set(title=panel.title, xlabel=panel.x_label)
             axes.margins(x=0.02)
             if panel.logarithmic:
-                axes.set_xscale("log", base=2)
-                axes.set_yscale("log")
                 axes.yaxis.set_major_formatter(LogFormatter())
                 axes.yaxis.set_minor_formatter(LogFormatter())
             axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")

@@ -47,11 +47,12 @@ def run(recipe: DemoRecipe, output: Path) -> dict:
     task, language = ArgmaxRecipe(steps=recipe.argmax_steps, seed=recipe.seed, seeds=1), recipe.language()
     for mixer in MIXERS.values():  # an error here comes before the first minute of work
         model_config(language, mixer, recipe.vocabulary)
+    documents = recipe.documents()
     with cpu_threads(recipe.threads), open_run(output, "demo", recipe) as under_way:
         folder = under_way.folder
         with progress() as bars:
             reading_text = bars.add_task("text and tokenizer", total=1)
-            corpus = build_corpus(recipe.documents(), recipe.vocabulary, recipe.context)
+            corpus = build_corpus(documents, recipe.vocabulary, recipe.context)
             bars.update(reading_text, completed=1)
             curves = argmax.compare(task, under_way, bars)
             ends, lm_curves, fem = compare(recipe, corpus, under_way, bars)
@@ -194,8 +195,8 @@ def generate(model: FEMForCausalLM, tokenizer: PreTrainedTokenizerFast, sentence
 def report(recipe: DemoRecipe, tables: dict[str, list[dict]], ended: str, caption: str, sample: str) -> str:
     source = (
         "what `help()` says of Python's own subjects, half a megabyte of English"
-        if recipe.text_file is None
-        else recipe.text_file.name
+        if recipe.text is None
+        else recipe.text.name
     )
     hits = {row["read"]: row["hits"] for row in tables["argmax"]}
     losses = {row["mixer"]: f"{row['loss']:.3f}" for row in tables["lm"]}

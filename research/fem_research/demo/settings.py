@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fem.recipes import option, require_not_negative, require_positive
+from fem.train.recipe import require_predictions
 
 if TYPE_CHECKING:
     from fem_research.lm.small import LanguageRecipe
@@ -18,7 +19,9 @@ LEAST_CONTEXT = 24
 class DemoRecipe:
     """The demo's sizes. The defaults take under eight minutes on two cores."""
 
-    text_file: Path | None = option(None, "Your own UTF-8 text, instead of the help topics of this Python.")
+    text: Path | None = option(
+        None, "Your own UTF-8 text, instead of the help topics of this Python.", called="text_file"
+    )
     seeds: int = option(1, "How many seeds the language models are trained with.")
     seed: int = option(0, "First seed.")
     argmax_steps: int = option(4_000, "Most training steps of each argmax reader.")
@@ -33,7 +36,8 @@ class DemoRecipe:
     threads: int = option(1, "CPU threads; more of them are faster on an idle machine, and slower on a busy one.")
 
     def __post_init__(self):
-        require_positive(self, *(name for name in asdict(self) if name not in ("text_file", "seed")))
+        require_positive(self, *(name for name in asdict(self) if name not in ("text", "seed")))
+        require_predictions(self)
         require_not_negative(self, "seed")
         if self.context < LEAST_CONTEXT:
             raise ValueError(f"context must be at least {LEAST_CONTEXT} tokens for the picture, got {self.context}.")
@@ -44,13 +48,13 @@ class DemoRecipe:
         """The settings that both language models share."""
         from fem_research.lm.small import LanguageRecipe
 
-        excluded = ("text_file", "seeds", "argmax_steps", "threads", "batch_size")
+        excluded = ("text", "seeds", "argmax_steps", "threads", "batch_size")
         shared = {name: value for name, value in asdict(self).items() if name not in excluded}
         return LanguageRecipe(**shared, batch=self.batch_size)
 
-    def documents(self) -> Path | list[str]:
-        from fem_research.lm.text import help_topics
+    def documents(self) -> list[str]:
+        from fem_research.lm.text import help_topics, read_text
 
-        if self.text_file is None and not help_topics():
-            raise ValueError("text_file must be given: this Python comes without its help topics.")
-        return self.text_file or ["\n\n\n".join(help_topics())]
+        if self.text is None and not help_topics():
+            raise ValueError("text must be given: this Python comes without its help topics.")
+        return ["\n\n\n".join(help_topics()) if self.text is None else read_text(self.text)]

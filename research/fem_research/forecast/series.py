@@ -39,7 +39,7 @@ class Windows(NamedTuple):
     horizon: int
 
     def __len__(self) -> int:
-        return max(0, len(self.rows) - self.lookback - self.horizon + 1)
+        return len(self.rows) - self.lookback - self.horizon + 1
 
     def take(self, index: Tensor) -> tuple[Float[Tensor, "b l c"], Float[Tensor, "b h c"]]:
         """History and future of the windows with these numbers."""
@@ -52,17 +52,15 @@ def windows(series: Series, lookback: int, horizon: int, device: torch.device | 
 
     The futures of validation and test lie inside their split; their histories reach back before it.
     """
-    rows = series.scaled().to(device)
-    parts = {}
+    first = {split: start if split == "train" else start - lookback for split, (start, _) in series.splits.items()}
     for split, (start, stop) in series.splits.items():
-        first = start if split == "train" else start - lookback
-        parts[split] = Windows(rows[max(first, 0) : stop], lookback, horizon)
-        if first < 0 or not len(parts[split]):
+        if first[split] < 0 or stop - first[split] < lookback + horizon:
             raise ValueError(
                 f"{series.name} is too short: its {split} rows [{start}, {stop}) hold no window of lookback {lookback} "
                 f"and horizon {horizon}; choose smaller ones."
             )
-    return parts
+    rows = series.scaled().to(device)
+    return {split: Windows(rows[first[split] : stop], lookback, horizon) for split, (_, stop) in series.splits.items()}
 
 
 DATE = "date"

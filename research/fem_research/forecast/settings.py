@@ -108,6 +108,9 @@ class ForecastRecipe:
         if not listed(self.data):
             raise ValueError("data must name at least one CSV file, got none; give --data PATH.")
         series = [load_series(path) for path in listed(self.data)]
+        names = [of.name for of in series]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"data must be files of different names, got {twice!r} twice; rename one.")
         seeds = range(self.seed, self.seed + self.seeds)
         jobs = [Job(*parts, self) for parts in product(series, self.horizons, seeds, self.model_names)]
         for job in jobs:

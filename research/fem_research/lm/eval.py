@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fem.provenance import provenance
-from fem.recipes import listed, option, require_one_of, require_positive
+from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive
 from fem.tables import markdown_table, show_table
 from fem_research.lm.suites import SUITES, paper_row, table_2
 from fem_research.runs.run import check_output, command_line, open_run
@@ -47,6 +47,7 @@ class EvalRecipe:
         if not self.task_names():
             raise ValueError("tasks must be given: --suite with a suite, or --tasks with names.")
         require_positive(self, "batch_size", "limit")
+        require_not_negative(self, "seed")
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ValueError(f"include_path must be a folder of task files, got {self.include_path!r}.")
         if self.include_path is not None and not self.allow_code:

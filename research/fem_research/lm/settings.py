@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fem.config import MLPS
 from fem.recipes import listed, option, require_not_negative, require_one_of, require_positive
+from fem.train.recipe import require_predictions
 from fem_research.common.mixers import UNNORMALISED, above_zero, canonical, fields_of, priors, taken_apart
 from fem_research.common.names import display
 
@@ -110,6 +111,7 @@ class AblateRecipe:
     def __post_init__(self):
         require_positive(self, "seeds", "layers", "width", "heads", "mlp_width", "vocabulary", "context")
         require_positive(self, "batch", "steps", "validations", "threads")
+        require_predictions(self)
         require_not_negative(self, "seed")
         require_one_of("prior", self.prior, priors())
         require_one_of("mlp", self.mlp, MLPS)
@@ -177,6 +179,7 @@ class FinetuneRecipe:
             raise ValueError(f"mixers must be {ATTENTION} and some of {', '.join(FIELDS)}, got {self.mixers!r}.")
         require_positive(self, "layers", "width", "heads", "context", "batch", "steps", "further_steps", "runs")
         require_positive(self, "vocabulary", "learning_rate", "further_learning_rate", "awakening")
+        require_predictions(self)
         require_not_negative(self, "seed")
         if self.architecture == "llama" and self.heads % 2:
             raise ValueError(f"heads must be even for llama, got {self.heads}.")
