@@ -207,12 +207,6 @@ def test_a_replaced_part_is_not_put_into_other_layers(tmp_path):
         load_replaced(tmp_path)
 
 
-def test_layers_are_numbered_within_the_part_that_is_saved():
-    words = r"layers must be indices within the part .* call replace_attention on its LlamaForCausalLM"
-    with pytest.raises(ValueError, match=words):
-        replace_attention(Reward(), layers=[0])
-
-
 def test_load_replaced_wants_a_replaced_model(tmp_path):
     decoder("gpt2").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="from_pretrained"):

@@ -12,8 +12,7 @@ import pytest
 import torch
 from own_priors import register
 from small_models import lively, small_config, tokens
-from transformers import Cache, DynamicCache, GenerationConfig
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers import DynamicCache
 
 from fem.models import FEMCache, FEMConfig, FEMForCausalLM
 from fem.models.modeling import FEMBlock
@@ -171,23 +170,6 @@ def test_what_no_engine_serves_says_why_and_stays_exact(fields, reason):
     with pytest.raises(ValueError, match=f"cannot serve this model: .*{reason}"):
         model.set_attn_implementation("sdpa")
     assert model(tokens(1, 3)).logits.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda m: m.set_attn_implementation("vllm"),
-        lambda m: m.generate_batch([[5, 3]], GenerationConfig(max_new_tokens=2)),
-        lambda m: m(tokens(1, 4), attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()),
-        lambda m: m(tokens(1, 4), past_key_values=Cache(layers=[DynamicSlidingWindowLayer(4)])),
-    ],
-    ids=["vLLM", "continuous batching", "mask of pairs", "cache"],
-)
-def test_what_cannot_hold_the_conditioners_state_is_refused(call):
-    model = small_model(mixer={"use_conv": True})
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="conditioner"):
-        call(model)
 
 
 @pytest.mark.usefixtures("as_users_run")
