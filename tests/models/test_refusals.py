@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("as_users_run")
 
 config = small_config
 IDS, ONES = tokens(2, 5), torch.ones(2, 5, dtype=torch.long)
+TUPLES = ((torch.zeros(1, 2, 3, 4),) * 2,)
 SLIDING = Cache(layers=[DynamicSlidingWindowLayer(4)])
 YARN = {"rope_type": "yarn", "factor": 4.0}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": VOCABULARY}
@@ -179,12 +180,17 @@ TABLE = [
     (call, {"position_ids": ONES[:, :4]}, ValueError, "position_ids must .* cover the 5 tokens"),
     (call, {"position_ids": ONES * 1.0}, ValueError, "position_ids must be integers .*float32"),
     (call, {"segment_id": ONES}, TypeError, "segment_id"),
-    (call, {"past_key_values": ()}, TypeError, "past_key_values"),
     (call, {"output_attentions": True}, ValueError, "inspect"),
     (call, {"documents": False}, TypeError, "no argument 'documents'; documents are segment_ids or position_ids"),
+    (call, {"cu_seq_lens_q": ONES[0]}, TypeError, "takes no argument 'cu_seq_lens_q'"),
+    (served, {"use": lambda m: m(IDS, cu_seq_lens_q=ONES[0])}, TypeError, "takes no argument 'cu_seq_lens_q'"),
+    (served, {"use": lambda m: m(IDS, seq_idx=ONES)}, TypeError, "takes no argument 'seq_idx'"),
     (call, {"is_causal": False}, TypeError, "no argument 'is_causal'; documents are segment_ids or position_ids"),
     (call, {"body": True, "documents": False}, TypeError, "no argument 'documents'; documents are segment_ids or"),
-    # Its cache.
+    # Its cache; older releases of transformers took tuples of keys and values, whose numbers belong into no error.
+    *((call, {name: TUPLES}, TypeError, "got a tuple; leave it out") for name in ("past_key_values", "cache")),
+    (served, {"use": lambda m: m(IDS, past_key_values=TUPLES)}, TypeError, "got a tuple; leave it out"),
+    (served, {"use": lambda m: m(IDS, cache=TUPLES)}, TypeError, "got a tuple; leave it out"),
     (continued, {"use": lambda m, c: m(tokens(3, 1), past_key_values=c)}, ValueError, "it has 2, this call has 3"),
     (continued, {"use": lambda m, c: m(IDS, past_key_values=c, attention_mask=ONES)}, ValueError, r"\(2, 11\), got"),
     (continued, {"use": lambda m, c: c.crop(-2)}, ValueError, "cannot forget tokens, as assisted decoding asks"),

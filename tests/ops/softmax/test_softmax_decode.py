@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from dispatched import Dispatched
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from layers import FAMILIES, HEADS, WIDTH, make_layer, tokens
+from layers import FAMILIES, make_layer, tokens
 from reads import make
 
 from fem.functional import softmax_read
@@ -239,13 +239,6 @@ def streamed(layer, x, mask=None, first=5):
             parts.append(y)
             states.append(state)
     return torch.cat(parts, 1), states
-
-
-def test_a_cache_holds_d_for_a_key_and_d_for_a_value_and_its_exponential():
-    layer = make_layer(torch.float32, prior_type="softmax", use_conv=False)
-    _, (*_, state, longer) = streamed(layer, tokens(time=5, dtype=torch.float32), first=4)
-    assert longer.nbytes - state.nbytes == 2 * 4 * (WIDTH + WIDTH)
-    assert longer.memory["key"].shape == (2, HEADS, 5, WIDTH // HEADS)
 
 
 @pytest.fixture
