@@ -332,11 +332,9 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "function, fields, error, message", TABLE, ids=[f"{n} {row[3]}" for n, row in enumerate(TABLE)]
-)
-def test_a_wrong_call_gets_one_sentence(function, fields, error, message):
-    with pytest.raises(error, match=message) as caught:
+@pytest.mark.parametrize("function, fields, error, words", TABLE, ids=[f"{n} {row[3]}" for n, row in enumerate(TABLE)])
+def test_a_wrong_call_gets_one_sentence(function, fields, error, words):
+    with pytest.raises(error, match=words) as caught:
         function(**fields)
     assert "\n" not in str(caught.value)
     raised = traceback.extract_tb(caught.value.__traceback__)[-1].filename

@@ -54,18 +54,14 @@ def test_other_trainers_find_their_marks():
     assert len(marked) == 4
 
 
-def test_frozen_parameters_are_in_no_group_and_a_pools_query_does_not_decay():
+@pytest.mark.parametrize("made_of_parts", [False, True])
+def test_frozen_parameters_are_in_no_group_and_neither_a_pools_query_nor_what_makes_it_decays(made_of_parts):
     pool = fem.FreeEnergyPooling(16, 2)
+    if made_of_parts:
+        torch.nn.utils.parametrizations.weight_norm(pool, "query")
     pool.read.value.requires_grad_(False)
     decayed, kept = ({id(p) for p in group["params"]} for group in fem.parameter_groups(pool, 0.1))
-    assert id(pool.query) in kept
+    queries = {id(p) for name, p in pool.named_parameters() if "query" in name and "read" not in name}
+    assert len(queries) == 1 + made_of_parts
+    assert queries <= kept - decayed
     assert not {id(p) for p in pool.read.value.parameters()} & (decayed | kept)
-
-
-def test_what_makes_a_query_does_not_decay_either():
-    pool = torch.nn.utils.parametrizations.weight_norm(fem.FreeEnergyPooling(16, 2), "query")
-    decayed, kept = ({id(p) for p in group["params"]} for group in fem.parameter_groups(pool, 0.1))
-    parts = {id(p) for p in pool.parametrizations["query"].parameters()}
-    assert len(parts) == 2
-    assert parts <= kept
-    assert not parts & decayed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
@@ -48,8 +50,7 @@ def replaced(model, **how):
     return replace_attention(model(), **how)
 
 
-def fresh(model, **how):
-    return replace_attention(model(), preserve=False, **how)
+fresh = partial(replaced, preserve=False)
 
 
 def with_an_indexer():

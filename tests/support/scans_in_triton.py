@@ -121,12 +121,10 @@ def second_derivatives(name: str) -> float:
 if __name__ == "__main__":
     ssm_read.mamba_kernel = fla_reference.selective_scan
     channel_kernels.SHORTEST = ssm_kernels.CHUNK = 2  # so that rows have pieces
-    chosen = {kind: BOTH | CASES[kind] for kind in SIZES}
+    tried = {kind: BOTH | CASES[kind] for kind in SIZES}
     if sys.argv[1] == "few":
-        chosen["states"] = {name: BOTH[name] for name in FEW}
-    found = {
-        (kind, name): error(**SIZES[kind] | case) for kind, cases in chosen.items() for name, case in cases.items()
-    }
+        tried["states"] = {name: BOTH[name] for name in FEW}
+    found = {(kind, name): error(**SIZES[kind] | case) for kind, cases in tried.items() for name, case in cases.items()}
     found |= {(name, "twice"): second_derivatives(name) for name in ("ssm", "aft with decay")}
     found["channels", "unseen"] = unseen()
     print({case: size for case, size in found.items() if not size < LOOSE.get(case[1], LIMIT)} or "equal")
