@@ -139,13 +139,13 @@ def test_every_row_takes_its_own_best_rate_on_the_first_seed_alone(tmp_path):
 
 
 def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeypatch):
-    recipe = replace(TINY, text=text, rows="full/l-2 -C,G,T +G/conv")
+    recipe = replace(TINY, text=text, rows="full/l-2 -C,G,T/conv")
     found = ablate.run(recipe, tmp_path / "run")
     results = found["ablate"]
-    assert list(results) == ["FEM/l-2", "attention+L", "attention+G/conv"]
-    assert [[point["tokens"] for point in curve] for curve in found["curves"]["attention+G/conv"]] == [[32, 64, 96]] * 2
+    assert list(results) == ["FEM/l-2", "attention+L/conv"]
+    assert [[point["tokens"] for point in curve] for curve in found["curves"]["attention+L/conv"]] == [[32, 64, 96]] * 2
     runs = sorted((tmp_path / "run" / "runs").iterdir())
-    assert len(runs) == 9
+    assert len(runs) == 6
     mixers = [json.loads(path.read_text())["job"]["mixer"] for path in runs]
     assert all(mixer["lambda_init"] == (-2.0 if mixer["use_temperature"] else 0.0) for mixer in mixers)
     with open(tmp_path / "run" / "table.csv", encoding="utf-8") as file:
@@ -155,11 +155,11 @@ def test_an_ablation_writes_what_it_promises_and_goes_on(text, tmp_path, monkeyp
     add_runs([tmp_path / "run"], tmp_path / "record")
     for name, lines, field in (("language", 4, "score"), ("language_curves", 6, "loss")):
         with open(tmp_path / "record" / f"{name}.csv", encoding="utf-8") as file:
-            record = [row for row in csv.DictReader(file) if row["mixer"] == "attention+L"]
+            record = [row for row in csv.DictReader(file) if row["mixer"] == "attention+L/conv"]
         assert len(record) == lines
         last = [float(row[field]) for row in record if row.get(field) and row.get("step", "3") == "3"]
-        assert last == results["attention+L"]["loss"]
-    assert {float(row["rate"]) for row in record} == {results["attention+L"]["learning_rate"]}  # of every point
+        assert last == results["attention+L/conv"]["loss"]
+    assert {float(row["rate"]) for row in record} == {results["attention+L/conv"]["learning_rate"]}  # of every point
     assert "tokens" not in record[0]
     for picture in ("scores.png", "curves.png"):
         assert (tmp_path / "run" / picture).read_bytes().startswith(b"\x89PNG")

@@ -1,6 +1,7 @@
 """`fem natural` on made-up files: what is read, who is held out, and that padding counts for nothing."""
 
 import json
+import pickle
 import re
 
 import numpy as np
@@ -10,7 +11,8 @@ from sklearn.datasets import load_digits
 
 from fem_research.common.blocks import BagModel
 from fem_research.common.mixers import POOLS
-from fem_research.natural import training
+from fem_research.common.sweep import _run
+from fem_research.natural import experiment, training
 from fem_research.natural.experiment import run
 from fem_research.natural.settings import Job, NaturalRecipe
 from fem_research.natural.training import Bags, bags, bags_of_series, parts, standardised, stretches
@@ -69,7 +71,19 @@ def test_a_padded_element_equals_a_deleted_one(name):
     torch.testing.assert_close(model(x, keep)[0], model(x[:1, :4], keep[:1, :4])[0])
 
 
-def test_every_bag_is_tested_once_a_repeat(folder, tmp_path, capsys):
+@pytest.fixture
+def in_turn(monkeypatch):
+    """Trainings in this process, as others would be given them, whose start takes seconds: test_mad.py starts one."""
+
+    def turns(jobs, folder, train, workers):
+        for job in jobs:
+            train_again, job_again = pickle.loads(pickle.dumps((train, job)))
+            yield _run(train_again, job_again, "cpu", folder)
+
+    monkeypatch.setattr(experiment, "sweep", turns)
+
+
+def test_every_bag_is_tested_once_a_repeat(folder, tmp_path, in_turn, capsys):
     results = run(NaturalRecipe(**TINY, data=folder), tmp_path / "out", workers=1)
     rows = results["natural"]["musk1"]
     records = [json.loads(path.read_text()) for path in (tmp_path / "out" / "runs").glob("*.json")]

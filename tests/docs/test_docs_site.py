@@ -111,14 +111,7 @@ def test_the_reference_shows_every_public_name_with_its_docstring(site):
     assert "(Eq. 11)" in reference
 
 
-LOOKED_AT = (
-    "index.html",
-    "equations.html",
-    "results/index.html",
-    "configuration.html",
-    "api/layer.html",
-    "faq.html",
-)
+LOOKED_AT = ("index.html", "equations.html", "results/index.html", "configuration.html", "api/layer.html", "faq.html")
 # A page that is too wide widens the phone's screen, innerWidth too, so its width is compared with what was asked for.
 SEEN = """
 const text = getComputedStyle(document.querySelector("article")).color;

@@ -25,14 +25,7 @@ from fem import plots
 from fem.inspect import experiment as inspect
 from fem.inspect import page as inspection_page
 from fem.inspect.experiment import encode
-from fem.inspect.layers import (
-    LayerTables,
-    by_division,
-    effective_tokens,
-    layer_tables,
-    readers,
-    readings,
-)
+from fem.inspect.layers import LayerTables, by_division, effective_tokens, layer_tables, readers, readings
 from fem.models import FEMForCausalLM, replace_attention
 from fem.tables import show_table
 from fem.train.tokenizer import train_tokenizer

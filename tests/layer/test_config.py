@@ -208,10 +208,7 @@ def test_lambda_that_is_kept_without_t_mixes_at_beta_1(prior):
     torch.manual_seed(0)
     kept, full = (
         FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=32, n_head=2, prior_type=prior, **fields)).double()
-        for fields in (
-            {"use_temperature": False, "keep_lambda": True},
-            {"beta_max_init": math.log(math.expm1(1.0))},
-        )
+        for fields in ({"use_temperature": False, "keep_lambda": True}, {"beta_max_init": math.log(math.expm1(1.0))})
     )
     assert full.load_state_dict(kept.state_dict(), strict=False).missing_keys == ["beta.theta"]
     assert kept.beta is None

@@ -18,7 +18,7 @@ def test_a_layer_of_each_kind_reads_as_the_definition_does():
     """Also linear attention, packed rows, prompts, a token's maps, and what joins maps and sums parts."""
     of_softmax, of_linear = "(full and not split)", "eights or (linear and slim)"
     others = "joined or (document_and_window and (full or linear)) or (in_doubt and (eights or channel) and some)"
-    others += " or (go_on and channel)"
+    others += " or (go_on and channel and (False-False or True-True))"
     run_cases(CASES, f"(definition and ({of_softmax} or {of_linear})) or one_token or parts_of or {others}")
 
 

@@ -70,9 +70,8 @@ def test_pieces_equal_the_whole(family, sizes):
     close(torch.cat(parts, 1)[keep.bool()], whole[keep.bool()])
     assert isinstance(state.nbytes, int)
     _, state = layer(x[:, :9], attention_mask=keep[:, :9], segment_ids=ids[:, :9], return_state=True)
-    close(
-        layer(x[:, 9:], attention_mask=keep[:, 9:], state=state)[keep[:, 9:].bool()], whole[:, 9:][keep[:, 9:].bool()]
-    )
+    later = keep[:, 9:].bool()
+    close(layer(x[:, 9:], attention_mask=later, state=state)[later], whole[:, 9:][later])
 
 
 @families

@@ -1,8 +1,11 @@
 """Weight decay shrinks weights, and nothing whose zero means something."""
 
+from functools import partial
+
 import pytest
 import torch
 from layers import FAMILIES, make_layer
+from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.prune import l1_unstructured
 
 import fem
@@ -55,20 +58,14 @@ def test_other_trainers_find_their_marks():
     assert len(marked) == 4
 
 
-def test_frozen_parameters_are_in_no_group_and_a_pools_query_does_not_decay():
-    pool = fem.FreeEnergyPooling(16, 2)
+@pytest.mark.parametrize("made_by, parts", [
+    (lambda pool, name: pool, 1), (weight_norm, 2), (partial(l1_unstructured, amount=0.5), 1)
+])  # fmt: skip
+def test_frozen_parameters_are_in_no_group_and_neither_a_pools_query_nor_what_makes_it_decays(made_by, parts):
+    pool = made_by(fem.FreeEnergyPooling(16, 2), name="query")
     pool.read.value.requires_grad_(False)
     decayed, kept = ({id(p) for p in group["params"]} for group in fem.parameter_groups(pool, 0.1))
-    assert id(pool.query) in kept
+    queries = {id(p) for name, p in pool.named_parameters() if "query" in name and "read" not in name}
+    assert len(queries) == parts
+    assert queries <= kept - decayed
     assert not {id(p) for p in pool.read.value.parameters()} & (decayed | kept)
-
-
-def test_what_makes_a_query_does_not_decay_either():
-    pool = torch.nn.utils.parametrizations.weight_norm(fem.FreeEnergyPooling(16, 2), "query")
-    decayed, kept = ({id(p) for p in group["params"]} for group in fem.parameter_groups(pool, 0.1))
-    parts = {id(p) for p in pool.parametrizations["query"].parameters()}
-    assert len(parts) == 2
-    assert parts <= kept
-    assert not parts & decayed
-    pruned = l1_unstructured(fem.FreeEnergyPooling(16, 2), "query", 0.5)
-    assert "query_orig" in pruned.no_weight_decay()

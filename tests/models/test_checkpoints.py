@@ -201,16 +201,8 @@ def test_a_replaced_part_is_not_put_into_other_layers(tmp_path):
     model = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes))
     replace_attention(model.model.decoder, layers=[0])
     model.save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match="put into a part with 2 self-attentions, and BartForConditionalGeneration has 4"
-    ):
+    with pytest.raises(ValueError, match="into a part with 2 self-attentions, and BartForConditionalGeneration has 4"):
         load_replaced(tmp_path)
-
-
-def test_layers_are_numbered_within_the_part_that_is_saved():
-    words = r"layers must be indices within the part .* call replace_attention on its LlamaForCausalLM"
-    with pytest.raises(ValueError, match=words):
-        replace_attention(Reward(), layers=[0])
 
 
 def test_load_replaced_wants_a_replaced_model(tmp_path):

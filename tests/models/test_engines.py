@@ -12,8 +12,7 @@ import pytest
 import torch
 from own_priors import register
 from small_models import lively, small_config, tokens
-from transformers import Cache, DynamicCache, GenerationConfig
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers import DynamicCache
 
 from fem.models import FEMCache, FEMConfig, FEMForCausalLM
 from fem.models.modeling import FEMBlock
@@ -173,34 +172,6 @@ def test_what_no_engine_serves_says_why_and_stays_exact(fields, reason):
     assert model(tokens(1, 3)).logits.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda m: m.set_attn_implementation("vllm"),
-        lambda m: m.generate_batch([[5, 3]], GenerationConfig(max_new_tokens=2)),
-        lambda m: m(tokens(1, 4), attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()),
-        lambda m: m(tokens(1, 4), past_key_values=Cache(layers=[DynamicSlidingWindowLayer(4)])),
-    ],
-    ids=["vLLM", "continuous batching", "mask of pairs", "cache"],
-)
-def test_what_cannot_hold_the_conditioners_state_is_refused(call):
-    model = small_model(mixer={"use_conv": True})
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="conditioner"):
-        call(model)
-
-
-@pytest.mark.usefixtures("as_users_run")
-@pytest.mark.parametrize("attention", ["exact", "sdpa"])
-@pytest.mark.parametrize("name", ["past_key_values", "cache"])
-def test_what_is_no_cache_is_refused_by_its_type(name, attention):
-    """Older releases of transformers took keys and values as tuples; their numbers don't belong into an error."""
-    model = small_model()
-    model.set_attn_implementation(attention)
-    with pytest.raises(TypeError, match="got a tuple; leave it out"):
-        model(tokens(1, 4), **{name: ((torch.zeros(1, 2, 3, 4),) * 2,)})
-
-
 @pytest.mark.parametrize("engine", ["sdpa", "eager"])
 @pytest.mark.parametrize("said", ["positions", "segments"])
 @torch.no_grad()
@@ -223,13 +194,6 @@ def test_documents_of_an_engine_stay_apart_however_they_are_said(engine, said):
     for how in ({"attention_mask": hidden}, {"use_cache": True}, {"past_key_values": DynamicCache()}):
         with pytest.raises(ValueError, match=r"packed documents \(segment_ids, or position_ids that restart\)"):
             served(model, engine, ids, **documents, **how)
-
-
-@pytest.mark.parametrize("engine", ["exact", "sdpa", "eager"])
-@pytest.mark.parametrize("name", ["cu_seq_lens_q", "seq_idx"])
-def test_documents_that_an_engine_would_not_look_at_are_refused(engine, name):
-    with pytest.raises(TypeError, match=f"takes no argument '{name}'"):
-        served(small_model(), engine, tokens(1, 5), **{name: torch.tensor([0, 2, 5])})
 
 
 @torch.no_grad()

@@ -56,8 +56,7 @@ def test_a_layer_exported_for_inference_is_torchs_own_operations_at_any_length(p
 
 
 @pytest.mark.parametrize(
-    "prior",
-    [prior if prior == "softmax" else pytest.param(prior, marks=pytest.mark.slow) for prior in PRIORS],
+    "prior", [prior if prior == "softmax" else pytest.param(prior, marks=pytest.mark.slow) for prior in PRIORS]
 )
 def test_a_layer_exported_with_gradients_has_those_of_the_layer(prior):
     layer = lively(FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, prior_type=prior)))

@@ -5,17 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from clients.survey import build
-from originals import DECODER, GROUPED, PADDED, TEXT, Attention, bert, close, decoder, lively, tokens
-from torch import nn
+from originals import DECODER, PADDED, TEXT, bert, close, decoder, lively, tokens
 
 from fem import PRIORS, FreeEnergyMixer, replace_attention
-
-
-def chunked() -> nn.Module:
-    """The mask of one token does not show where its chunk begins."""
-    sizes = GROUPED | {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 4}
-    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -26,9 +18,7 @@ def test_fresh_mixers_generate_with_the_cache_of_the_original(original, prior, b
     """GPTBigCode calls the cache by an older name."""
     model = lively(replace_attention(decoder(original), prior, preserve=False))
     options = {"max_new_tokens": 4, "do_sample": False, "num_beams": beams, "attention_mask": PADDED}
-    torch.testing.assert_close(
-        model.generate(tokens(), **options), model.generate(tokens(), use_cache=False, **options)
-    )
+    assert torch.equal(model.generate(tokens(), **options), model.generate(tokens(), use_cache=False, **options))
 
 
 @pytest.mark.parametrize("fields", [{}, {"use_rope": False}], ids=str)
@@ -135,30 +125,6 @@ def test_fresh_mixers_read_masks_of_any_low_number_and_refuse_what_they_cannot()
         model(tokens(1), attention_mask=torch.where(hole, -0.5, -1e9)[None, None])
 
 
-def asks_its_cache_for_keys() -> nn.Module:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 59, "pad_token_id": 0}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "cross_attention_layers": [1]}
-    return transformers.MllamaForCausalLM(transformers.MllamaTextConfig(**sizes, **heads))
-
-
-CALLED_OTHERWISE = {
-    "torch": lambda: nn.MultiheadAttention(32, 4),
-    "timm": lambda: nn.Sequential(Attention()),
-    "of queries, keys and values": lambda: build("mobilebert"),
-    "in chunks": chunked,
-    "with a cache that holds a Mamba's state too": lambda: build("falcon_h1"),
-    "asking the cache for keys": asks_its_cache_for_keys,
-    "with biases of positions": lambda: build("t5"),
-}
-
-
-@pytest.mark.parametrize("how", CALLED_OTHERWISE)
-def test_what_calls_no_mixer_is_refused_by_name(how):
-    words = r"Attention is called in a way that a fresh mixer cannot take; pass preserve=True"
-    with pytest.raises(ValueError, match=words):
-        replace_attention(CALLED_OTHERWISE[how](), "linear", preserve=False)
-
-
 def test_a_fresh_mixer_has_the_window_without_a_mask():
     model = lively(replace_attention(decoder("mistral"), preserve=False))
     assert {m.config.window for m in model.modules() if isinstance(m, FreeEnergyMixer)} == {5}
@@ -174,21 +140,7 @@ def test_a_fresh_mixer_has_no_window_where_the_original_reads_none():
     assert {m.config.window for m in model.modules() if isinstance(m, FreeEnergyMixer)} == {None}
 
 
-@pytest.mark.parametrize("fields, words", [
-    ({"causal": False}, "causal is set by the original to True"), ({"n_embd": 64}, "n_embd is set by the original"),
-])  # fmt: skip
-def test_a_fresh_mixer_keeps_what_the_model_around_it_needs(fields, words):
-    with pytest.raises(ValueError, match=words):
-        replace_attention(decoder("gpt2"), preserve=False, **fields)
-
-
 def test_a_fresh_mixer_with_other_heads_has_as_many_keys():
     model = replace_attention(decoder("llama"), preserve=False, n_head=1, causal=True)
     (config,) = {m.config for m in model.modules() if isinstance(m, FreeEnergyMixer)}
     assert (config.n_head, config.kv_heads) == (1, 1)
-
-
-def test_static_cache_is_refused_by_fresh_mixers():
-    model = replace_attention(decoder("llama"), "gla", preserve=False)
-    with pytest.raises(ValueError, match="DynamicCache"):
-        model.generate(tokens(), max_new_tokens=2, cache_implementation="static", disable_compile=True)

@@ -7,7 +7,7 @@ import string
 import pytest
 import torch
 import transformers
-from small_models import VOCABULARY, lively, small_config, tokens
+from small_models import VOCABULARY, every_kind, lively, small_config, tokens
 
 from fem.models import FEMForCausalLM
 from fem.models.cache import CACHE, FEMCache
@@ -44,6 +44,7 @@ def separate(model, ids):
     return torch.cat([model(ids[:, start:end]).logits for start, end in CUTS], 1)
 
 
+@every_kind
 @pytest.mark.parametrize("name", list(SAID_AS))
 def test_documents_said_in_any_way_equal_separate_runs(model, name):
     ids = tokens(1, 12)
@@ -56,6 +57,7 @@ def test_documents_said_in_any_way_equal_separate_runs(model, name):
     assert not torch.allclose(told.logits, model(ids).logits, atol=1e-3)
 
 
+@every_kind
 @pytest.mark.parametrize("padded_positions", [0, 1])
 def test_masked_tokens_open_no_document(model, padded_positions):
     """generate() gives padded tokens a position of their own, and gaps in a mask leave gaps in plain positions."""
@@ -68,6 +70,7 @@ def test_masked_tokens_open_no_document(model, padded_positions):
         torch.testing.assert_close(found, expected)
 
 
+@every_kind
 def test_documents_and_padding_in_one_row(model):
     ids, mask = tokens(1, 14), torch.ones(1, 14, dtype=torch.long)
     mask[0, 12:] = 0
@@ -76,6 +79,7 @@ def test_documents_and_padding_in_one_row(model):
     torch.testing.assert_close(found, separate(model, ids[:, :12]), rtol=1e-5, atol=1e-5)
 
 
+@every_kind
 def test_shifted_labels_are_not_shifted_again(model):
     ids = tokens(2, 9)
     shifted = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1)
@@ -84,18 +88,14 @@ def test_shifted_labels_are_not_shifted_again(model):
     torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, expected)
 
 
+@every_kind
 def test_names_that_say_nothing_are_set_aside(model):
     ids = tokens(2, 9)
     extra = {"cache_position": torch.arange(9), "token_type_ids": ids, "max_length_q": 9, "tokenizer": object()}
     torch.testing.assert_close(model(ids, **extra).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("part, name", [("head", "documents"), ("body", "documents"), ("head", "is_causal")])
-def test_names_that_would_be_dropped_are_refused_in_one_sentence(model, part, name):
-    with pytest.raises(TypeError, match=f"takes no argument '{name}'; documents are segment_ids or position_ids"):
-        (model if part == "head" else model.model)(tokens(1, 5), **{name: False})
-
-
+@every_kind
 def test_generation_stops_at_strings(model):
     tokenizers = pytest.importorskip("tokenizers")
     letters = {letter: i for i, letter in enumerate((string.ascii_letters + string.digits)[:VOCABULARY])}

@@ -63,19 +63,6 @@ def test_a_model_writes_the_same_text_in_whatever_way_it_is_called(way):
     assert torch.equal(generate(model, ids, **given, **how), expected)
 
 
-def test_cached_logits_equal_whole_logits_for_any_split(model):
-    ids = tokens(2, 13)
-    whole = model(ids).logits
-    for sizes in ([13], [6, 7], [1] * 13, [5, 1, 1, 6]):
-        cache, parts = None, []
-        for chunk in ids.split(sizes, 1):
-            output = model(chunk, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            parts.append(output.logits)
-        assert cache.get_seq_length() == 13
-        close(torch.cat(parts, 1), whole)
-
-
 @every_kind
 def test_returned_cache_continues_the_text(model):
     ids = tokens(2, 5)
@@ -115,6 +102,7 @@ def test_rows_longer_than_the_config_says_are_read_and_written(softmax_model):
     assert softmax_model(ids, use_cache=False).logits.isfinite().all()
 
 
+@every_kind
 def test_packed_documents_continue_across_calls(model):
     ids, segments = tokens(1, 10), torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2]])
     whole = model(ids, segment_ids=segments).logits
@@ -123,6 +111,7 @@ def test_packed_documents_continue_across_calls(model):
     close(torch.cat([first.logits, second.logits], 1), whole)
 
 
+@every_kind
 def test_rows_of_a_cache_can_be_reordered_selected_and_repeated(model):
     ids, more = tokens(3, 6), tokens(4, 2, seed=7)
     rows = torch.tensor([2, 0, 0, 1])
@@ -145,6 +134,7 @@ def test_reset_cache_has_seen_nothing(model):
     close(model(tokens(2, 3), past_key_values=cache).logits, model(tokens(2, 3)).logits)
 
 
+@every_kind
 def test_state_of_a_recurrent_model_has_a_fixed_size(model):
     config = model.config.mixer_configs()
     sizes = [model(tokens(1, time), use_cache=True).past_key_values.nbytes for time in (7, 29)]
@@ -233,30 +223,3 @@ def test_an_empty_cache_of_transformers_takes_the_states_of_any_layer(model):
 def test_bf16_model_generates(softmax_model):
     low = softmax_model.bfloat16()
     assert generate(low, tokens(2, 5)).shape == (2, 11)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda m, c: m(tokens(3, 1), past_key_values=c), ValueError, "batch size: it has 2, this call has 3"),
-        (
-            lambda m, c: m(tokens(2, 2), past_key_values=c, attention_mask=torch.ones(2, 2).long()),
-            ValueError,
-            r"cached \+ new tokens\) = \(2, 8\), got \(2, 2\)",
-        ),
-        (lambda m, c: c.crop(-2), ValueError, "cannot forget tokens, as assisted decoding asks"),
-        (lambda m, c: generate(m, tokens(1, 6), prompt_lookup_num_tokens=2), ValueError, "assisted generation is not"),
-        (
-            lambda m, c: m.generate(tokens(1, 4), cache_implementation="static"),
-            ValueError,
-            "must be an empty DynamicCache, or one that this model has filled, got StaticLayer",
-        ),
-        (lambda m, c: m(tokens(2, 2), attention_mask=torch.ones(2, 1, 2, 2)), ValueError, "attn_implementation='sdpa'"),
-        (lambda m, c: c.update(torch.zeros(1), torch.zeros(1), 0), TypeError, "states of FEM layers"),
-        (lambda m, c: small_model(prior_type="linear")(tokens(2, 1), past_key_values=c), ValueError, "another layer"),
-    ],
-)
-def test_impossible_uses_of_a_cache_are_refused_in_one_sentence(softmax_model, call, error, words):
-    cache = softmax_model(tokens(2, 6), use_cache=True).past_key_values
-    with pytest.raises(error, match=words):
-        call(softmax_model, cache)

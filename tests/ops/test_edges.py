@@ -168,9 +168,8 @@ def test_documents_may_begin_by_a_decay_of_minus_infinity():
     call = make("aft with decay", 20)
     decay = call.arguments["log_decay"].clone()
     decay[:, 12] = -torch.inf
-    for got, wanted in zip(
-        call.set(log_decay=decay).read(), call.read(segment_ids=(torch.arange(20) >= 12).long()[None])
-    ):
+    documents = (torch.arange(20) >= 12).long()[None]
+    for got, wanted in zip(call.set(log_decay=decay).read(), call.read(segment_ids=documents)):
         assert torch.equal(got, wanted)
 
 

@@ -90,7 +90,7 @@ def drawn(name, case):
     """A call, its marks, and the tokens of its documents; what stands in masked tokens is large."""
     options = dict(case)
     mask, ids, spike, offset = (options.pop(n, 0) for n in ("mask", "ids", "spike", "offset"))
-    time = options.pop("time", 37)
+    time = options.pop("time", 23)
     call = make(name, time, **options)
     for part in {"v", "free_values"} & call.along.keys():
         values = call.arguments[part] + offset

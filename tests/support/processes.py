@@ -28,7 +28,7 @@ def torchrun(processes: int, *command: str) -> str:
 
 def run_cases(file: Path, chosen: str) -> None:
     """The cases of a file whose names fit, in a process in which Triton interprets its kernels."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # a second of imports
     options = ["-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider", "-k"]
     command = [sys.executable, "-m", "pytest", *options, chosen, str(file)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,13 +1,14 @@
-"""One token of a scan by kernels in Triton's interpreter: `python scan_token_in_triton.py all`, or `few` cases.
+"""One token by kernels in Triton's interpreter: `python scan_token_in_triton.py all`, or `few` cases of a scan.
 
-Prints the largest error of each case in units of the largest value: of reads of one token after another beside their
-definition in float64, and of layers beside themselves in float64.
+Prints the largest error of each case in units of the largest value: those of `token_in_triton.py`, of reads of a scan
+token by token beside their definition in float64, and of layers beside themselves in float64.
 """
 
 import json
 import sys
 
 import interpreted  # noqa: F401  (before any kernel)
+import token_in_triton
 import torch
 import torch.nn.functional as F
 from layers import FAMILIES, SPLIT, make_layer, tokens
@@ -137,11 +138,11 @@ def gradient_of_numbers() -> float:
 
 
 if __name__ == "__main__":
+    errors, few = token_in_triton.errors(), sys.argv[1:] == ["few"]
     for module in (chunked, ssm_numbers, mix_channels, linear_attention, precision):
         module.by_kernels = by_kernels
     for name, module in KERNELS.items():
         counted(module, name)
-    errors, few = {}, sys.argv[1:] == ["few"]
     with torch.no_grad():
         for name in KEYED:
             cases = FEW if few or name == "gla" else CASES

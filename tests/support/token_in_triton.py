@@ -1,10 +1,8 @@
-"""One token's kernels in Triton's interpreter: `python token_in_triton.py`.
+"""One token's kernels in Triton's interpreter, but those of a scan: `scan_token_in_triton.py` runs all.
 
-Prints the largest error of each case in units of the largest value: of a read beside its definition in float64, of
-gates and rotation beside PyTorch's own operations, of maps beside their products in float64.
+The largest error of each case in units of the largest value: of a read beside its definition in float64, of gates and
+rotation beside PyTorch's own operations, of maps beside their products in float64.
 """
-
-import json
 
 import interpreted  # noqa: F401  (before any kernel)
 import torch
@@ -182,7 +180,8 @@ MAPS = {
     "of 5 rows: float16": (5, torch.float16),
 }
 
-if __name__ == "__main__":
+
+def errors() -> dict[str, float]:
     errors = {name: of_read(case) for name, case in READS.items()}
     errors |= {name: of_gates(fields) for name, fields in GATES.items()}
     errors |= {name: of_rotation(*turn) for name, turn in ROTATIONS.items()}
@@ -191,4 +190,4 @@ if __name__ == "__main__":
         "a token's cache": of_cache(lambda x: x),
         "of parts": of_cache(lambda x: torch.cat([x, x], -1).chunk(2, -1)[0]),
     }
-    print(json.dumps(errors))
+    return errors

@@ -92,22 +92,10 @@ def test_a_new_model_of_another_library_depends_on_the_seed_alone(data):
 @pytest.mark.parametrize(
     "architecture, fields, sentence",
     [
-        (
-            "lama",
-            {},
-            "^architecture must be a config.json, a folder with one, or a model type that .* got 'lama'; did you mean",
-        ),
+        ("lama", {}, "^architecture must be a config.json, .* or a model type that .* got 'lama'; did you mean"),
         ("vit", {}, "^architecture must be a causal language model, got 'vit', which has none in its library"),
-        (
-            "llama",
-            {"hiden_size": 3},
-            "^model_fields must be fields of LlamaConfig, got 'hiden_size'; did you mean hidden",
-        ),
-        (
-            "gpt2",
-            {"n_embd": 30, "n_head": 4},
-            "^the model 'gpt2' cannot be built, its library needs other --model-fields: ValueError: .*divisible",
-        ),
+        ("llama", {"hiden_size": 3}, "^model_fields must be .* of LlamaConfig, got 'hiden_size'; did you mean hidden"),
+        ("gpt2", {"n_embd": 30, "n_head": 4}, "^the model 'gpt2' cannot be built, .* --model-fields: .*divisible"),
     ],
 )
 def test_what_no_library_can_build_is_refused_in_a_sentence(data, tmp_path, architecture, fields, sentence):
