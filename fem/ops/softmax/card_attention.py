@@ -29,8 +29,8 @@ _GAP = 192  # columns: with up to 224 flash attention has no gradients on sm_86 
 # Bytes of shared memory: FlexAttention's own backward blocks take 112 KiB above 128 columns; sm_86, 89 and 120 have 99.
 _ROOM, _SMALL_BLOCKS = 112 << 10, {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 1}
 _ROWS = 144  # of q, k and the values, which FlexAttention's forward holds there, of a power of 2 of columns
-# A bias loaded ahead, as keys are, takes 242 KiB in PyTorch 2.11, and an H100 has 227. Keys of more than 128 columns take
-# up to 344, but for those of 256, for which FlexAttention has chosen tiles.
+# A bias loaded ahead, as keys are, takes 242 KiB in PyTorch 2.11, and an H100 has 227. Keys of more than 128 columns
+# are up to 344, but for those of 256, for which FlexAttention has chosen tiles.
 _BIASED, _WIDE = {"num_stages": 1}, {"fwd_num_stages": 1}
 _RECOMPILES = 64  # one for each of gradients, few rows, one row, few tokens, one token, dtypes, widths
 _CUDNN, _FLASH, _EFFICIENT = (
