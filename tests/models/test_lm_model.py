@@ -487,3 +487,18 @@ def test_impossible_presets_are_refused():
         preset("fem-sm-tiny", mixer=3)
     with pytest.raises(ValueError, match="the mixers leave no room for an MLP"):
         with_parameters(small_config(), 10)
+
+
+def test_a_compiled_loss_is_one_graph_for_many_lengths():
+    hidden, targets = torch.randn(2, 64, 8, requires_grad=True), torch.randint(16, (2, 64))
+    weight, graphs = torch.randn(16, 8, requires_grad=True), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    call = torch.compile(lambda h, y: loss.cross_entropy(h, weight, y), backend=count)
+    for time in (64, 48, 33, 41, 22):
+        call(hidden[:, :time], targets[:, :time])
+    assert len(graphs) == 2, "one for the first length, one for all others"
