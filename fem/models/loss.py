@@ -65,8 +65,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=total.dtype) if wants_weight else None
         rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
-        for start in range(0, hidden.shape[0], rows):
-            h, y = hidden[start : start + rows], targets[start : start + rows]
+        for piece in range(-(-hidden.shape[0] // rows)):  # a range to the length would compile for each length
+            part = slice(piece * rows, (piece + 1) * rows)
+            h, y = hidden[part], targets[part]
             logits = F.linear(h, weight)
             log_p = F.log_softmax(logits, -1, dtype=total.dtype)
             # not in place: under torch.compile PyTorch 2.11 gives no gradient to an output that was written to
@@ -76,7 +77,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 grad = log_p.exp_().scatter_add_(1, y.clamp_min(0)[:, None], -counted.to(log_p.dtype)).mul_(counted)
                 grad = grad.to(logits.dtype)
                 if wants_hidden:
-                    grad_hidden[start : start + rows] = grad @ weight
+                    grad_hidden[part] = grad @ weight
                 if wants_weight:
                     grad_weight += grad.T @ h
         if wants_hidden or wants_weight:

@@ -263,7 +263,9 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
     ):
         """What a compiled step reads as its mask: that of the new tokens, and an engine's of pairs."""
         past_key_values = given_cache(past_key_values, cache, options)
-        kept = attention_mask if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        kept = attention_mask
+        if kept is not None:  # copied, as the stride of a view would be another at every token, and so the CUDA graph
+            kept = kept[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
         if config._attn_implementation == EXACT:
             return kept
         masks = masks_of(config, self.model.kinds, inputs_embeds, attention_mask, position_ids, past_key_values)

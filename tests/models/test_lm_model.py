@@ -392,3 +392,18 @@ def test_preset_changes_reach_the_mixers_and_keep_the_parameters():
     like = preset("transformer-tiny", vocab_size=499)
     assert count_parameters(config) == pytest.approx(count_parameters(like), rel=5e-3)
     assert not like.mixer_configs()[0].use_lse
+
+
+def test_a_compiled_loss_is_one_graph_for_many_lengths():
+    hidden, targets = torch.randn(2, 64, 8, requires_grad=True), torch.randint(16, (2, 64))
+    weight, graphs = torch.randn(16, 8, requires_grad=True), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    call = torch.compile(lambda h, y: loss.cross_entropy(h, weight, y), backend=count)
+    for time in (64, 48, 33, 41, 22):
+        call(hidden[:, :time], targets[:, :time])
+    assert len(graphs) == 2, "one for the first length, one for all others"
