@@ -74,8 +74,7 @@ def test_f_alone_is_f_beside_the_mean(family, cap):
     for layer in layers:
         y = layer(x, attention_mask=mask)
         found.append([y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))])
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
 def test_inspect_shows_the_mean_that_is_not_read():

@@ -113,8 +113,7 @@ def test_flex_attention_sees_what_a_row_may_see(rule, flexible, monkeypatch):
         read = composed(*arguments, **rules)
     wanted, _ = definition(*arguments, **rules)
     kept = torch.ones(2, 150, dtype=torch.bool) if "key_mask" not in rules else rules["key_mask"].bool()
-    for own, other in zip(read, wanted):
-        torch.testing.assert_close(own[kept].double(), other[kept], rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close([x[kept].double() for x in read], [x[kept] for x in wanted], rtol=1e-5, atol=2e-6)
 
 
 def test_a_card_that_does_not_multiply_bfloat16_reads_16_bits_in_float32(monkeypatch):
@@ -291,8 +290,7 @@ def test_values_within_a_span_need_no_flag(monkeypatch):
     read = kernel_read.kernel_read(*mine, pairs, span=58.0)
     wanted, exact = definition(*leaves)
     assert wanted.free_energy[:, -1, 0, 0].mul(beta[0, 0]).max() < -28
-    for got, other in zip(read, wanted):
-        torch.testing.assert_close(got.double(), other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close([x.double() for x in read], [*wanted], rtol=1e-4, atol=1e-4)
     weights = torch.randn(2, *read.mean.shape)
     ours, theirs = (
         torch.autograd.grad(sum((x * w).sum() for x, w in zip(r, weights)), x)
@@ -343,8 +341,7 @@ for time, spike, backend in ((24, 0.0, "aot_eager"), (24, 300.0, "aot_eager"), (
         mean, free_energy = function(*leaves)
         (mean.square().sum() + free_energy.square().sum()).backward()
         results.append([mean, free_energy, *(x.grad for x in leaves)])
-    for eager, whole in zip(*results):
-        torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-5 * (1 + spike))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5 * (1 + spike))
 print(max(most))
 """
 

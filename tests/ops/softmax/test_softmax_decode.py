@@ -143,8 +143,8 @@ def test_one_query_in_a_graph_keeps_its_digits_at_any_span_and_temperature(monke
     q, k, v, beta = draw(40, beta=beta)
     v = v * span
     read = one_query_read(q, k, v, v.clone(), beta, None, 0.4, False)
-    for got, wanted in zip(read, definition(q, k, v, beta, scale=0.4)):
-        torch.testing.assert_close(got.double(), wanted, rtol=2e-6, atol=1e-6 * span)
+    wanted = definition(q, k, v, beta, scale=0.4)
+    torch.testing.assert_close([x.double() for x in read], [*wanted], rtol=2e-6, atol=1e-6 * span)
 
 
 @torch.no_grad()
@@ -159,9 +159,7 @@ def test_one_query_in_a_graph_reads_what_an_eager_one_does(monkeypatch):
     ]
     eager = [call() for call in calls]
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    for wanted, call in zip(eager, calls):
-        for got, other in zip(call(), wanted):
-            torch.testing.assert_close(got, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([call() for call in calls], eager, rtol=1e-5, atol=1e-5)
 
 
 def test_a_token_of_less_weight_than_float32_can_say_counts_by_its_value():
