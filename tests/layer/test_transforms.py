@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layers import EVERY, FAMILIES, make_layer, some_pairs, tokens
+from layers import EVERY, FAMILIES, make_layer, some_pairs, streamed, tokens
 from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -94,11 +94,7 @@ def test_gradients_pass_through_a_state(family):
 
 def stream(layer, weights, x):
     """The layer over a prompt, then token by token, then the rest."""
-    outputs, state = [], None
-    for part in x.split([3, 1, 1, 2], 1):
-        y, state = functional_call(layer, weights, (part,), {"state": state, "return_state": True})
-        outputs.append(y)
-    return torch.cat(outputs, 1)
+    return streamed(lambda part, **how: functional_call(layer, weights, (part,), how), x, [3, 1, 1, 2])[0]
 
 
 @pytest.mark.parametrize(

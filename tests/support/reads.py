@@ -291,6 +291,13 @@ def by_definition(call: Call, documents: list[Tensor]) -> list[Tensor]:
     return [torch.cat(parts, 1) for parts in zip(*reads)]
 
 
+def of_one_query(q, k, v, f, beta, mask, scale):
+    """In float64, the reads of queries (B, H, d) over a cache (B, H, T, .), with a mask or bias (B or 1, H or 1, T)."""
+    (q, beta), (k, v, f) = (x.double() for x in (q, beta)), (x.double().transpose(1, 2) for x in (k, v, f))
+    how = {"scale": scale, "free_values": f, "bias": None if mask is None else mask.double()[:, :, None]}
+    return functional.softmax_read(q[:, None], k, v, beta, **how, backend="reference")
+
+
 def draw_for_kernels(name, time, dtype=torch.float32, **options):
     """Values in the dtype, everything else in float32; equal calls are equal."""
     torch.manual_seed(0)
