@@ -37,16 +37,6 @@ def test_the_last_channels_read_the_free_energy_and_the_others_the_mean(prior, s
     torch.testing.assert_close(layer(x, **marks)[KEEP], in_both_ways(layer, x, **marks)[KEEP], rtol=1e-9, atol=1e-9)
 
 
-@paired
-def test_inspect_shows_split_values(prior):
-    layer, x = make_layer(prior_type=prior, free_share=0.5), tokens()
-    reading, d_f = layer.inspect(x), layer.config.free_width
-    assert reading.mean.shape[-1] == layer.config.value_width - d_f
-    assert reading.free_energy.shape[-1] == reading.hidden_beta.shape[-1] == reading.posterior.shape[2] == d_f
-    assert reading.lambda_ is None
-    torch.testing.assert_close(reading.posterior.sum(-1), torch.ones_like(reading.posterior[..., 0]))
-
-
 @pytest.mark.parametrize("build", [FreeEnergyMixerConfig.slim, FreeEnergyMixerConfig.split])
 def test_a_preset_without_gates_has_no_rank(build):
     off = {"use_temperature": False, "use_outer_gate": False}

@@ -122,9 +122,3 @@ def test_an_ensemble_of_layers_reads_streams_and_a_tokenizers_masks(family):
     for layer, mask, alone, read in zip(layers, masks, streamed, masked, strict=True):
         torch.testing.assert_close(alone, layer(x), rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(read[mask.bool()], layer(x, mask)[mask.bool()], rtol=1e-9, atol=1e-9)
-
-
-def test_the_checks_of_an_operator_leave_transforms_and_meta_tensors_alone():
-    layer, x = make_layer(**EVERY["operator"]), tokens(time=7)
-    torch.testing.assert_close(vmap(lambda row: layer(row[None])[0])(x), layer(x), rtol=1e-9, atol=1e-9)
-    assert layer.to("meta")(x.to("meta")).shape == x.shape
