@@ -105,24 +105,19 @@ def test_temperature_switches_the_log_sum_exp_on():
     assert (layer.inspect(torch.randn(1, 5, 64)).beta == 1).all()
 
 
-def test_the_authors_names_mean_ours():
+def test_the_authors_names_mean_ours_in_a_copy_with_a_change_too():
     config = FreeEnergyMixerConfig(n_embd=64, n_head=4, softmax_backend="naive")
-    assert config.backend == "plain"
+    assert config.backend == dataclasses.replace(config, dropout=0.1).backend == "plain"
     assert FreeEnergyMixerConfig(n_embd=64, n_head=4, softmax_backend="flash").backend == "sdpa"
     assert FreeEnergyMixerConfig(n_embd=64, n_head=4).mamba_normalize
+    raw = FreeEnergyMixerConfig(n_embd=64, n_head=4, prior_type="gla", normalize=False)
+    assert not dataclasses.replace(raw, dropout=0.1).mamba_normalize
 
 
 @pytest.mark.parametrize("module", ["fem", "fem.config"])
 def test_a_configuration_alone_knows_the_priors(module):
     script = f"from {module} import FreeEnergyMixerConfig as C; print(C(n_embd=64, n_head=4, prior_type='gla').fem_dim)"
     assert printed("-c", script) == "32\n"
-
-
-def test_a_configuration_can_be_copied_with_a_change():
-    config = FreeEnergyMixerConfig(n_embd=64, n_head=4, softmax_backend="naive")
-    assert dataclasses.replace(config, dropout=0.1).backend == "plain"
-    raw = FreeEnergyMixerConfig(n_embd=64, n_head=4, prior_type="gla", normalize=False)
-    assert not dataclasses.replace(raw, dropout=0.1).mamba_normalize
 
 
 def test_equal_configurations_are_one_kind_of_layer_however_their_numbers_were_written():
