@@ -192,10 +192,8 @@ def test_the_command_writes_page_picture_and_tables(written, tokenizer):
 def test_no_title_is_cut_above_a_few_tokens(monkeypatch, tmp_path):
     drawn, canvas = [], plots.FigureCanvasAgg
     monkeypatch.setattr(plots, "FigureCanvasAgg", lambda figure: drawn.append(figure) or canvas(figure))
-    title, name = (
-        "What each channel reads at the end of the sentence",
-        "layer 12, head 10: the head whose channels differ most",
-    )
+    title = "What each channel reads at the end of the sentence"
+    name = "layer 12, head 10: the head whose channels differ most"
     plots.channel_readings(tmp_path / "a.png", title, ["$^$", "<|end|>"], [(name, np.full(2, 0.5), np.eye(2))])
     (figure,) = drawn
     texts = [text for text in figure.findobj(Text) if text.get_text() in (title, name)]

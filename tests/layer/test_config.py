@@ -133,9 +133,8 @@ def test_equal_configurations_are_one_kind_of_layer_however_their_numbers_were_w
 
 @pytest.mark.usefixtures("as_users_run")
 def test_a_layer_takes_its_sizes_by_name_and_a_device_and_dtype():
-    layer = FreeEnergyMixer(
-        n_embd=numpy.int64(64), n_head=4, gate_rank=numpy.int64(4), device="meta", dtype=torch.bfloat16
-    )
+    sizes = {"n_embd": numpy.int64(64), "n_head": 4, "gate_rank": numpy.int64(4)}
+    layer = FreeEnergyMixer(**sizes, device="meta", dtype=torch.bfloat16)
     assert layer.config == FreeEnergyMixerConfig.matched(n_embd=64, n_head=4, gate_rank=4)
     assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
     assert next(FreeEnergyPooling(16, 2, dtype=torch.float64).parameters()).dtype == torch.float64
@@ -226,9 +225,8 @@ def test_slim_gates_start_as_spread_as_full_ones():
 
 def test_full_gates_keep_the_names_of_saved_weights():
     layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4))
-    assert {name for name, _ in layer.gate.named_parameters()} == {
-        f"{gate}.{part}" for gate in ("inner", "outer") for part in ("weight", "bias")
-    }
+    wanted = {f"{gate}.{part}" for gate in ("inner", "outer") for part in ("weight", "bias")}
+    assert {name for name, _ in layer.gate.named_parameters()} == wanted
 
 
 def test_one_gate_per_head_scales_the_head_by_its_number():

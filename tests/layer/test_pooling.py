@@ -17,7 +17,6 @@ ROWS = {
     "-G,T": {"use_outer_gate": False, "use_temperature": False},
     "-G,T,L": {"use_outer_gate": False, "use_temperature": False, "use_lse": False},
 }
-rows = pytest.mark.parametrize("row", ROWS)
 X = torch.zeros(2, 3, 8)
 MASK = torch.tensor([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
 
@@ -94,7 +93,7 @@ def in_loops(layer, x, memory, keep):
     return layer.output(out)
 
 
-@rows
+@pytest.mark.parametrize("row", ROWS)
 def test_a_read_across_is_its_definition(row):
     layer, (x, memory) = cross(**ROWS[row]), inputs()
     for mask in (None, MASK):

@@ -9,7 +9,6 @@ from layers import FAMILIES, HEADS, WIDTH, make_layer, tokens
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 
 PAIRED = [name for name, prior in PRIORS.items() if prior.takes_pairs]
-paired = pytest.mark.parametrize("prior", PAIRED)
 KEEP = torch.tensor([[1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1]]).bool()
 IDS = torch.tensor([[3, 3, 3, 4, 4, 4, 4, 3, 3, 3, 3, 3, 3], [1] * 13])
 
@@ -28,7 +27,7 @@ def in_both_ways(split, x, **marks):
     return whole.output((reading.gate * u).flatten(-2))
 
 
-@paired
+@pytest.mark.parametrize("prior", PAIRED)
 @pytest.mark.parametrize("share, causal", [(0.5, True), (0.25, False), (1.0, True)])
 def test_the_last_channels_read_the_free_energy_and_the_others_the_mean(prior, share, causal):
     layer, x = make_layer(prior_type=prior, free_share=share, fem_dim=32, causal=causal), tokens()

@@ -133,9 +133,8 @@ class Call:
         else:
             mean = (first.exp() * v.unsqueeze(1)).sum(2)
             free_energy = (last + beta * f.unsqueeze(1)).logsumexp(2) / beta
-        return functional.Read(
-            *map(torch.Tensor.masked_fill, (mean, free_energy), channels(empty[:, :, 0]), (0.0, 0.0))
-        )
+        blind = channels(empty[:, :, 0])
+        return functional.Read(*map(torch.Tensor.masked_fill, (mean, free_energy), blind, (0.0, 0.0)))
 
     def _scores(self) -> Tensor:
         """log s_t(i), (B, T, T, H, channels or 1)."""

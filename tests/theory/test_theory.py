@@ -497,9 +497,8 @@ def test_any_axis_may_hold_the_tokens(dim):
         torch.testing.assert_close(read(p, v, beta, dim=dim), read(*last))
     torch.testing.assert_close(theory.posterior(p, v, beta, dim=dim), theory.posterior(*last).movedim(-1, dim))
     lam = torch.full_like(beta, 0.3)
-    torch.testing.assert_close(
-        theory.hidden_temperature(p, v, lam, beta, dim=dim), theory.hidden_temperature(*last[:2], lam, beta)
-    )
+    found = theory.hidden_temperature(p, v, lam, beta, dim=dim)
+    torch.testing.assert_close(found, theory.hidden_temperature(*last[:2], lam, beta))
 
 
 def test_priors_are_shared_by_channels_and_betas_by_rows():
