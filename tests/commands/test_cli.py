@@ -116,9 +116,8 @@ def test_help_shows_whole_lists_on_a_terminal_of_80_columns():
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_command_says_what_to_type(monkeypatch, capsys, command, said, sent, status):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
-    monkeypatch.setattr(
-        import_module(f"fem_research.{command}.experiment"), "run", lambda *_: signal.raise_signal(sent)
-    )
+    experiment = import_module(f"fem_research.{command}.experiment")
+    monkeypatch.setattr(experiment, "run", lambda *_: signal.raise_signal(sent))
     assert fem(monkeypatch, command, "--seed", "3") == status
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # another one ends the shutdown without a traceback
     signal.signal(signal.SIGINT, before)
@@ -191,10 +190,8 @@ def test_no_command_writes_to_a_folder_of_a_users_files(monkeypatch, tmp_path, c
     for name, text in files.items():
         Path("mine", name).write_text(text)
     assert fem(monkeypatch, command, *NEEDS.get(command, "").split(), "--output", "mine") == 2
-    assert re.fullmatch(
-        r"error: output must be (empty or the folder of the same run|a folder of results), got 'mine'.*\n",
-        capsys.readouterr().err,
-    )
+    sentence = r"error: output must be (empty or the folder of the same run|a folder of results), got 'mine'.*\n"
+    assert re.fullmatch(sentence, capsys.readouterr().err)
     assert {path.name: path.read_text() for path in Path("mine").iterdir()} == files
 
 

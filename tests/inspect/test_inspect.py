@@ -21,7 +21,7 @@ pytest.importorskip("transformers", reason="needs free-energy-mixer[lm]")
 from small_models import lively, small_config
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from fem import plots
+from fem import PRIORS, plots
 from fem.inspect import experiment as inspect
 from fem.inspect import page as inspection_page
 from fem.inspect.experiment import encode
@@ -61,7 +61,7 @@ def tables(layer, time=TIME) -> LayerTables:
 # --- the tables
 
 
-SPLIT = [({"prior_type": name}, share) for name in ("softmax", "gla", "rnn_decay", "mamba") for share in (0.25, 0.5)]
+SPLIT = [({"prior_type": name}, share) for name in PRIORS if PRIORS[name].takes_pairs for share in (0.25, 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_gap_and_read_follow_from_prior_and_posterior(fields):
     layer = make_layer(**fields)
     found = tables(layer)
     p, q = np.broadcast_arrays(found.prior, found.posterior)
-    np.testing.assert_allclose(p.sum(-1), 1, atol=1e-9)
+    np.testing.assert_allclose((p.sum(-1), q.sum(-1)), 1, atol=1e-9)
     divergence = np.where(p > 0, p * np.log(np.where(p > 0, p, 1) / np.where(p > 0, q, 1)), 0).sum(-1)
     assert found.gap.shape == found.beta.shape + found.gap.shape[-1:] == divergence.shape
     if layer.config.prior_type == "mamba_interactive":  # selects pairs of token and channel: tokens alone show less
@@ -81,8 +81,11 @@ def test_gap_and_read_follow_from_prior_and_posterior(fields):
         np.testing.assert_allclose(found.gap, divergence, atol=1e-7)
     lam = 1 if found.lambda_ is None else found.lambda_[..., None]
     np.testing.assert_allclose(found.read, (1 - lam) * p + lam * q, atol=1e-12)
-    gate = layer.inspect(make_tokens(batch=1, time=TIME)).gate[0].permute(1, 2, 0)
-    np.testing.assert_array_equal(found.gate, gate[:, -found.gap.shape[1] :])
+    reading, config = layer.inspect(make_tokens(batch=1, time=TIME)), layer.config
+    assert reading.mean.shape[-1] == config.value_width - (0 if config.free_share is None else config.free_width)
+    assert found.gap.shape[1] == found.hidden_beta.shape[1] == found.posterior.shape[1] == config.free_width
+    assert (found.lambda_ is None) == (config.free_share is not None)
+    np.testing.assert_array_equal(found.gate, reading.gate[0].permute(1, 2, 0)[:, -found.gap.shape[1] :])
 
 
 def test_effective_tokens_are_the_exponential_of_the_entropy():
@@ -189,10 +192,8 @@ def test_the_command_writes_page_picture_and_tables(written, tokenizer):
 def test_no_title_is_cut_above_a_few_tokens(monkeypatch, tmp_path):
     drawn, canvas = [], plots.FigureCanvasAgg
     monkeypatch.setattr(plots, "FigureCanvasAgg", lambda figure: drawn.append(figure) or canvas(figure))
-    title, name = (
-        "What each channel reads at the end of the sentence",
-        "layer 12, head 10: the head whose channels differ most",
-    )
+    title = "What each channel reads at the end of the sentence"
+    name = "layer 12, head 10: the head whose channels differ most"
     plots.channel_readings(tmp_path / "a.png", title, ["$^$", "<|end|>"], [(name, np.full(2, 0.5), np.eye(2))])
     (figure,) = drawn
     texts = [text for text in figure.findobj(Text) if text.get_text() in (title, name)]

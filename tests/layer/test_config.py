@@ -105,24 +105,19 @@ def test_temperature_switches_the_log_sum_exp_on():
     assert (layer.inspect(torch.randn(1, 5, 64)).beta == 1).all()
 
 
-def test_the_authors_names_mean_ours():
+def test_the_authors_names_mean_ours_in_a_copy_with_a_change_too():
     config = FreeEnergyMixerConfig(n_embd=64, n_head=4, softmax_backend="naive")
-    assert config.backend == "plain"
+    assert config.backend == dataclasses.replace(config, dropout=0.1).backend == "plain"
     assert FreeEnergyMixerConfig(n_embd=64, n_head=4, softmax_backend="flash").backend == "sdpa"
     assert FreeEnergyMixerConfig(n_embd=64, n_head=4).mamba_normalize
+    raw = FreeEnergyMixerConfig(n_embd=64, n_head=4, prior_type="gla", normalize=False)
+    assert not dataclasses.replace(raw, dropout=0.1).mamba_normalize
 
 
 @pytest.mark.parametrize("module", ["fem", "fem.config"])
 def test_a_configuration_alone_knows_the_priors(module):
     script = f"from {module} import FreeEnergyMixerConfig as C; print(C(n_embd=64, n_head=4, prior_type='gla').fem_dim)"
     assert printed("-c", script) == "32\n"
-
-
-def test_a_configuration_can_be_copied_with_a_change():
-    config = FreeEnergyMixerConfig(n_embd=64, n_head=4, softmax_backend="naive")
-    assert dataclasses.replace(config, dropout=0.1).backend == "plain"
-    raw = FreeEnergyMixerConfig(n_embd=64, n_head=4, prior_type="gla", normalize=False)
-    assert not dataclasses.replace(raw, dropout=0.1).mamba_normalize
 
 
 def test_equal_configurations_are_one_kind_of_layer_however_their_numbers_were_written():
@@ -138,9 +133,8 @@ def test_equal_configurations_are_one_kind_of_layer_however_their_numbers_were_w
 
 @pytest.mark.usefixtures("as_users_run")
 def test_a_layer_takes_its_sizes_by_name_and_a_device_and_dtype():
-    layer = FreeEnergyMixer(
-        n_embd=numpy.int64(64), n_head=4, gate_rank=numpy.int64(4), device="meta", dtype=torch.bfloat16
-    )
+    sizes = {"n_embd": numpy.int64(64), "n_head": 4, "gate_rank": numpy.int64(4)}
+    layer = FreeEnergyMixer(**sizes, device="meta", dtype=torch.bfloat16)
     assert layer.config == FreeEnergyMixerConfig.matched(n_embd=64, n_head=4, gate_rank=4)
     assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
     assert next(FreeEnergyPooling(16, 2, dtype=torch.float64).parameters()).dtype == torch.float64
@@ -231,9 +225,8 @@ def test_slim_gates_start_as_spread_as_full_ones():
 
 def test_full_gates_keep_the_names_of_saved_weights():
     layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4))
-    assert {name for name, _ in layer.gate.named_parameters()} == {
-        f"{gate}.{part}" for gate in ("inner", "outer") for part in ("weight", "bias")
-    }
+    wanted = {f"{gate}.{part}" for gate in ("inner", "outer") for part in ("weight", "bias")}
+    assert {name for name, _ in layer.gate.named_parameters()} == wanted
 
 
 def test_one_gate_per_head_scales_the_head_by_its_number():

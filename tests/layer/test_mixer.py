@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from layers import ABLATIONS, EVERY, FAMILIES, HEADS, SPLIT, TIME, WIDTH, make_layer, some_pairs, tokens
+from layers import ABLATIONS, EVERY, FAMILIES, HEADS, SPLIT, TIME, WIDTH, make_layer, some_pairs, streamed, tokens
 from reads import documents_of
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
@@ -63,12 +63,10 @@ def test_pieces_equal_the_whole(family, sizes):
     layer, x = make_layer(**FAMILIES[family]), tokens()
     ids = torch.tensor([[3, 3, 3, 4, 4, 4, 4, 3, 3, 3, 3, 3, 3], [1] * 13])
     keep = torch.tensor([[1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1]])
-    whole, state, parts = layer(x, attention_mask=keep, segment_ids=ids), None, []
-    for part, mask, document in zip(*(given.split(sizes, 1) for given in (x, keep, ids))):
-        y, state = layer(part, attention_mask=mask, segment_ids=document, state=state, return_state=True)
-        parts.append(y)
-    close(torch.cat(parts, 1)[keep.bool()], whole[keep.bool()])
-    assert isinstance(state.nbytes, int)
+    marks = {"attention_mask": keep, "segment_ids": ids}
+    whole, (y, states) = layer(x, **marks), streamed(layer, x, sizes, **marks)
+    close(y[keep.bool()], whole[keep.bool()])
+    assert isinstance(states[-1].nbytes, int)
     _, state = layer(x[:, :9], attention_mask=keep[:, :9], segment_ids=ids[:, :9], return_state=True)
     later = keep[:, 9:].bool()
     close(layer(x[:, 9:], attention_mask=later, state=state)[later], whole[:, 9:][later])
@@ -146,12 +144,8 @@ def test_every_ablation_runs_trains_and_streams(family, ablation):
     y = layer(x)
     y.square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
-    parts, state = [], None
     with torch.no_grad():
-        for part in x.split([5, 1, 1, 6], 1):
-            part, state = layer(part, state=state, return_state=True)
-            parts.append(part)
-    close(torch.cat(parts, 1), y)
+        close(streamed(layer, x, [5, 1, 1, 6])[0], y)
 
 
 @families

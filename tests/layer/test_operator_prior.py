@@ -45,9 +45,8 @@ def test_an_operator_with_parameters_runs_in_a_half_precision_layer():
 
 def by_fft(x):
     taps = torch.linspace(1, 0.1, x.shape[1])[:, None].to(x.dtype)
-    return torch.fft.irfft(torch.fft.rfft(x, 2 * len(taps), 1) * torch.fft.rfft(taps, 2 * len(taps), 0), dim=1)[
-        :, : len(taps)
-    ]
+    product = torch.fft.rfft(x, 2 * len(taps), 1) * torch.fft.rfft(taps, 2 * len(taps), 0)
+    return torch.fft.irfft(product, dim=1)[:, : len(taps)]
 
 
 def test_an_fft_that_lost_the_small_sums_is_refused():

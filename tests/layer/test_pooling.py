@@ -17,7 +17,6 @@ ROWS = {
     "-G,T": {"use_outer_gate": False, "use_temperature": False},
     "-G,T,L": {"use_outer_gate": False, "use_temperature": False, "use_lse": False},
 }
-rows = pytest.mark.parametrize("row", ROWS)
 X = torch.zeros(2, 3, 8)
 MASK = torch.tensor([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
 
@@ -94,7 +93,7 @@ def in_loops(layer, x, memory, keep):
     return layer.output(out)
 
 
-@rows
+@pytest.mark.parametrize("row", ROWS)
 def test_a_read_across_is_its_definition(row):
     layer, (x, memory) = cross(**ROWS[row]), inputs()
     for mask in (None, MASK):
@@ -109,8 +108,8 @@ def test_gradients_of_a_read_across_match_finite_differences(row):
     assert torch.autograd.gradcheck(lambda *x: layer(*x, MASK[:1]), (x[:1, :2], memory[:1]))
     wanted = [x, memory, *layer.parameters()]
     loss = lambda: layer(x, memory, MASK).square().sum()  # noqa: E731
-    for got, want in zip(*(torch.autograd.grad(loss(), wanted, create_graph=create) for create in (True, False))):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    gradients = (torch.autograd.grad(loss(), wanted, create_graph=create) for create in (True, False))
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
     layer(x, memory, MASK).square().sum().backward()
     assert [name for name, p in layer.named_parameters() if p.grad is None or not p.grad.any()] == []
     assert memory.grad[~MASK.bool()].abs().max() == 0

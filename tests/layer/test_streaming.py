@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layers import FAMILIES, WIDTH, make_layer
+from layers import FAMILIES, WIDTH, make_layer, streamed
 from own_priors import BoundedValues, CosinePrior, DoubleTurn
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
@@ -60,10 +60,8 @@ def test_an_own_softmax_prior_streams_as_it_reads_and_is_normalised(monkeypatch,
     layer = make_layer(torch.float32, prior_type=prior.name)
     x = torch.randn(1, 9, WIDTH)
     with torch.no_grad():
-        y, state = layer(x[:, :6], return_state=True)
-        for t in range(6, 9):
-            y, state = layer(x[:, t : t + 1], state=state, return_state=True)
-    torch.testing.assert_close(y, layer(x)[:, -1:], rtol=1e-4, atol=1e-5)
+        y, _ = streamed(layer, x, [6, 1, 1, 1])
+    torch.testing.assert_close(y, layer(x), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="a softmax prior is normalised by definition"):
         make_layer(prior_type=prior.name, normalize=False)
 

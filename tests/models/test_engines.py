@@ -118,19 +118,16 @@ def test_an_engine_of_ones_own_is_given_keys_and_values_of_one_width():
     width, mixer = model.config.head_dim, model.model.layers[0].mixer.config
     assert width == 32 > 2 * mixer.value_width > mixer.key_width  # grouped keys leave room for wider values
     shapes = (1, 4, 7, width), (1, 2, 7, width), (1, 2, 7, width)
-    assert [(*map(tuple, call[:3]), *call[3:]) for call in calls] == [
-        (*shapes, layer, mixer.key_width**-0.5) for layer in range(2)
-    ]
+    wanted = [(*shapes, layer, mixer.key_width**-0.5) for layer in range(2)]
+    assert [(*map(tuple, call[:3]), *call[3:]) for call in calls] == wanted
 
 
 def test_vllm_finds_the_attention_in_the_source_of_a_block():
     """It asks for one lookup in transformers' interface and one call of what was found, and reads the scale off it."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(FEMBlock.forward))))
-    found = [
-        node.targets[0].id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("ALL_ATTENTION_FUNCTIONS.")
-    ]
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    lookups = [node for node in assigned if ast.unparse(node.value).startswith("ALL_ATTENTION_FUNCTIONS.")]
+    found = [node.targets[0].id for node in lookups]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in found]
     assert len(found) == len(calls) == 1
     assert [ast.unparse(word.value) for word in calls[0].keywords if word.arg == "scaling"] == ["self.scaling"]

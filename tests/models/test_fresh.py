@@ -10,6 +10,11 @@ from originals import DECODER, PADDED, TEXT, bert, close, decoder, lively, token
 from fem import PRIORS, FreeEnergyMixer, replace_attention
 
 
+def configs_of(model):
+    """Those of its fresh mixers."""
+    return [module.config for module in model.modules() if isinstance(module, FreeEnergyMixer)]
+
+
 @pytest.mark.parametrize(
     "original, prior, beams",
     [("gpt2", "softmax", 2), ("mistral", "gla", 1), ("gpt_bigcode", "rnn_softmax", 1), ("mistral", "mamba", 2)],
@@ -28,9 +33,8 @@ def test_fresh_mixers_of_any_prior_replace_an_attention_with_another_base(prior,
     model = decoder("llama")
     model.config.rope_parameters["rope_theta"] = 5e5
     replace_attention(model, prior, preserve=False, **fields)
-    mixers = [module for module in model.modules() if isinstance(module, FreeEnergyMixer)]
     turned = "rope_theta" in PRIORS[prior].uses and not fields
-    assert {mixer.config.rope_theta for mixer in mixers} == {5e5 if turned else 1e4}
+    assert {config.rope_theta for config in configs_of(model)} == {5e5 if turned else 1e4}
 
 
 def test_a_fresh_decoder_is_causal_where_only_is_decoder_says_so_and_its_encoder_is_not():
@@ -43,7 +47,7 @@ def test_a_fresh_decoder_is_causal_where_only_is_decoder_says_so_and_its_encoder
     later[:, -1] += 9
     logits = (model(input_ids=ids, decoder_input_ids=other).logits for other in (ids, later))
     close(*(x[:, :-1] for x in logits), 1e-6)
-    assert [m.config.causal for m in model.modules() if isinstance(m, FreeEnergyMixer)] == [False] * 2 + [True] * 2
+    assert [config.causal for config in configs_of(model)] == [False] * 2 + [True] * 2
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -127,20 +131,14 @@ def test_fresh_mixers_read_masks_of_any_low_number_and_refuse_what_they_cannot()
 
 def test_a_fresh_mixer_has_the_window_without_a_mask():
     model = lively(replace_attention(decoder("mistral"), preserve=False))
-    assert {m.config.window for m in model.modules() if isinstance(m, FreeEnergyMixer)} == {5}
+    assert {config.window for config in configs_of(model)} == {5}
     masked = model(tokens(1, 11)).logits
     model.config._attn_implementation = "flash_attention_2"
     close(model(tokens(1, 11)).logits, masked, 1e-5)
 
 
-def test_a_fresh_mixer_has_no_window_where_the_original_reads_none():
+def test_a_fresh_mixer_has_no_window_where_the_original_reads_none_and_as_many_keys_as_other_heads():
     model = decoder("llama")
     model.config.sliding_window = 5
-    replace_attention(model, preserve=False)
-    assert {m.config.window for m in model.modules() if isinstance(m, FreeEnergyMixer)} == {None}
-
-
-def test_a_fresh_mixer_with_other_heads_has_as_many_keys():
-    model = replace_attention(decoder("llama"), preserve=False, n_head=1, causal=True)
-    (config,) = {m.config for m in model.modules() if isinstance(m, FreeEnergyMixer)}
-    assert (config.n_head, config.kv_heads) == (1, 1)
+    (config,) = {*configs_of(replace_attention(model, preserve=False, n_head=1, causal=True))}
+    assert (config.window, config.n_head, config.kv_heads) == (None, 1, 1)

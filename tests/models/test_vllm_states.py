@@ -172,11 +172,9 @@ def test_keys_and_values_that_are_read_otherwise_fit_no_slot(monkeypatch):
 
 def test_a_checkpoint_of_another_model_is_refused(states):
     model = drawn(MODELS["linear"])
-    weights = model.state_dict()
+    weights = {"other" if n == "model.norm.weight" else n: w for n, w in model.state_dict().items()}
     with pytest.raises(ValueError, match=r"without .'model.norm.weight'. and with .'other'."):
-        inside_vllm(states, model).load_weights(
-            ({"other" if n == "model.norm.weight" else n: w for n, w in weights.items()}).items()
-        )
+        inside_vllm(states, model).load_weights(weights.items())
 
 
 def test_layers_are_named_in_vllms_words():

@@ -74,8 +74,8 @@ def test_a_call_goes_on_from_a_state_and_leaves_one(proven, name, documents):
     call, marks = draw(name, 41), marks_of(41, documents)
     check(call, 4e-6, exact="plain", sizes=(19, 1, 21), **marks)
     assert proven == [True, False, True]  # the values of one token hardly differ
-    for part, whole in zip(call.read(backend="triton", **marks), call.read(backend="reference", **marks)):
-        torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-5)
+    parts, whole = (call.read(backend=name, **marks) for name in ("triton", "reference"))
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -143,8 +143,7 @@ def test_a_kernel_reads_tensors_however_they_lie(proven, name, layout):
     call = draw(name, 17, free=4)
     strange = {n: LAYOUTS[layout](x) for n, x in call.along.items()}
     strange = call.set(**strange, beta=call.arguments["beta"].T.contiguous().T)
-    for one, other in zip(strange.read(backend="triton"), call.read(backend="triton")):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    torch.testing.assert_close(strange.read(backend="triton"), call.read(backend="triton"), rtol=0, atol=0)
     assert proven == [True, True]
 
 
@@ -163,8 +162,7 @@ def test_a_loss_of_the_last_state_only_has_gradients(proven, name):
         total = sum(x.square().sum() for x in state.memory.values())
         found.append(torch.autograd.grad(total, call.tensors(), materialize_grads=True))
     assert proven == [True]
-    for wanted, one in zip(*found):
-        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 @every_scan

@@ -69,8 +69,7 @@ def test_a_decaying_sum_by_a_kernel_goes_on_from_its_state():
     leaves = [x.requires_grad_() for x in (-torch.rand(2, 9, 5), torch.randn(2, 9, 5), torch.randn(2, 5))]
     found, wanted = (decay_scan(*leaves, backend=name) for name in ("triton", "plain"))
     torch.testing.assert_close(found, wanted)
-    for one, other in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in (found, wanted))):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), leaves) for x in (found, wanted)))
 
 
 WHOLE = """
@@ -94,8 +93,7 @@ for prior in PRIORS.keys() - {"softmax"}:
     for call in (layer, compiled):
         torch.testing.assert_close(call(x), plain(x), rtol=1e-4, atol=1e-5)
         found = torch.autograd.grad(call(x).square().sum(), list(layer.parameters()))
-        for one, other in zip(found, wanted):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
 print("whole")
 """
 

@@ -111,8 +111,8 @@ def test_a_light_side_of_a_read_in_both_directions_has_its_gradient(place, value
     found = (read.mean if beta is None else read.free_energy)[0, 0]
     p = (k / k.sum()).double()
     wanted = (p * v).sum() if beta is None else (p * (beta * v.double()).exp()).sum().log() / beta
-    for one, other in zip(*(torch.autograd.grad(x.sum(), (k, v)) for x in (found, wanted))):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    slopes = (torch.autograd.grad(x.sum(), (k, v)) for x in (found, wanted))
+    torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-6)
 
 
 @contextmanager
@@ -169,8 +169,7 @@ def test_documents_may_begin_by_a_decay_of_minus_infinity():
     decay = call.arguments["log_decay"].clone()
     decay[:, 12] = -torch.inf
     documents = (torch.arange(20) >= 12).long()[None]
-    for got, wanted in zip(call.set(log_decay=decay).read(), call.read(segment_ids=documents)):
-        assert torch.equal(got, wanted)
+    assert all(map(torch.equal, call.set(log_decay=decay).read(), call.read(segment_ids=documents)))
 
 
 def test_tokens_of_no_weight_are_passed_over():

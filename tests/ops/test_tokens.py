@@ -36,10 +36,9 @@ def test_any_split_of_a_row_gives_the_same_tokens(row, cut):
     ids = torch.tensor([[i for _, i in row]])
     seen, cache_position = [], None
     for part in (slice(None, cut), slice(cut, None)):
-        if keep[:, part].shape[1]:
-            tokens, cache_position = read_tokens(
-                tuple(keep[:, part].shape), keep.device, keep[:, part], ids[:, part], cache_position
-            )
+        marks = keep[:, part], ids[:, part]
+        if marks[0].shape[1]:
+            tokens, cache_position = read_tokens(tuple(marks[0].shape), keep.device, *marks, cache_position)
             seen += [kept(tokens, (0, t)) if keep[0, part][t] else None for t in range(keep[:, part].shape[1])]
     assert seen == by_loop(row)
 

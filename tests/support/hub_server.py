@@ -65,9 +65,8 @@ def use(address: str, cache: Path) -> None:
     constants.HF_HUB_CACHE = datasets.config.HF_DATASETS_CACHE = str(cache)
     datasets.config.STREAMING_READ_MAX_RETRIES = 2
     datasets.config.STREAMING_READ_RETRY_INTERVAL = 0.1
-    huggingface_hub.hf_file_system.http_backoff = partial(
-        huggingface_hub.utils.http_backoff, max_retries=1, base_wait_time=0.1
-    )
+    backoff = huggingface_hub.utils.http_backoff
+    huggingface_hub.hf_file_system.http_backoff = partial(backoff, max_retries=1, base_wait_time=0.1)
 
 
 def _parquet(texts: list[str]) -> bytes:

@@ -1,5 +1,7 @@
 """Small layers in which every parameter matters, for the tests of the layer."""
 
+from itertools import accumulate
+
 import torch
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
@@ -52,6 +54,17 @@ def make_layer(dtype=torch.float64, seed=0, prior=None, **fields) -> FreeEnergyM
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     return layer.to(dtype).eval()
+
+
+def streamed(layer, x, sizes, **marks):
+    """The joined outputs of pieces of so many tokens, each from the state before, and the state behind each."""
+    outputs, states = [], [None]
+    for first, size in zip(accumulate(sizes, initial=0), sizes):
+        piece = slice(first, first + size)
+        given = {name: mark[:, piece] for name, mark in marks.items()}
+        output, state = layer(x[:, piece], state=states[-1], return_state=True, **given)
+        outputs.append(output), states.append(state)
+    return torch.cat(outputs, 1), states[1:]
 
 
 def tokens(batch=2, time=TIME, dtype=torch.float64, seed=1):

@@ -14,10 +14,8 @@ TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 60, "pad_to
 DECODER = {"num_attention_heads": 4, "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
 GROUPED = TEXT | DECODER | {"num_key_value_heads": 2, "max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
-    "original_max_position_embeddings": 16,
-    "rope_theta": 1000.0,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16, "rope_theta": 1000.0}
 DECODERS = {
     "gpt2": ("GPT2", {**TEXT, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64}),
     "llama": ("Llama", GROUPED),

@@ -133,9 +133,8 @@ class Call:
         else:
             mean = (first.exp() * v.unsqueeze(1)).sum(2)
             free_energy = (last + beta * f.unsqueeze(1)).logsumexp(2) / beta
-        return functional.Read(
-            *map(torch.Tensor.masked_fill, (mean, free_energy), channels(empty[:, :, 0]), (0.0, 0.0))
-        )
+        blind = channels(empty[:, :, 0])
+        return functional.Read(*map(torch.Tensor.masked_fill, (mean, free_energy), blind, (0.0, 0.0)))
 
     def _scores(self) -> Tensor:
         """log s_t(i), (B, T, T, H, channels or 1)."""
@@ -289,6 +288,13 @@ def by_definition(call: Call, documents: list[Tensor]) -> list[Tensor]:
     """The reads of the kept tokens, every document apart: what masking and packing mean."""
     reads = [call.at(tokens).definition() for tokens in documents]
     return [torch.cat(parts, 1) for parts in zip(*reads)]
+
+
+def of_one_query(q, k, v, f, beta, mask, scale):
+    """In float64, the reads of queries (B, H, d) over a cache (B, H, T, .), with a mask or bias (B or 1, H or 1, T)."""
+    (q, beta), (k, v, f) = (x.double() for x in (q, beta)), (x.double().transpose(1, 2) for x in (k, v, f))
+    how = {"scale": scale, "free_values": f, "bias": None if mask is None else mask.double()[:, :, None]}
+    return functional.softmax_read(q[:, None], k, v, beta, **how, backend="reference")
 
 
 def draw_for_kernels(name, time, dtype=torch.float32, **options):

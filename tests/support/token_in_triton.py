@@ -7,6 +7,7 @@ rotation beside PyTorch's own operations, of maps beside their products in float
 import interpreted  # noqa: F401  (before any kernel)
 import torch
 import torch.nn.functional as F
+from reads import of_one_query
 
 from fem import FreeEnergyMixerConfig
 from fem.gates import TwoLevelGate
@@ -69,22 +70,6 @@ def draw(
     return q, k, v, v if shared else f, rate, mask if masked or biased or lowered else None, width**-0.5, shared
 
 
-def definition(q, k, v, f, beta, mask, scale, _):
-    group = q.shape[1] // k.shape[1]
-    q, k, v, f = (x.double() for x in (q, *(x.repeat_interleave(group, 1) for x in (k, v, f))))
-    beta = beta.double().repeat_interleave(group, 0)[:, None]
-    scores = scale * torch.einsum("bhd,bhtd->bht", q, k) + (0 if mask is None else mask.double())
-    hidden = scores.isneginf().all(-1, keepdim=True)
-    log_p = scores.masked_fill(hidden, 0.0).log_softmax(-1)[..., None]
-    mean = (log_p.exp() * v).sum(2)
-    shift = f.amax(2, keepdim=True)
-    more = (log_p.exp() * (beta * (f - shift)).expm1()).sum(2)  # of values that hardly differ, digits of the difference
-    near = shift[:, :, 0] + more.log1p() / beta[:, 0]
-    far = (log_p + beta * f).logsumexp(2) / beta[:, 0]
-    free = torch.where(more > -0.5, near, far)
-    return [torch.where(hidden, 0.0, x)[:, None] for x in (mean, free)]
-
-
 def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
     assert found.shape == wanted.shape
     found, wanted = found.double(), wanted.double()
@@ -96,7 +81,7 @@ def of_read(case: dict) -> float:
     inputs = draw(**{name: value for name, value in case.items() if name != "NUMBERS"})
     found = one_query_kernels.read_one_query(*inputs)
     assert all(x.dtype == inputs[0].dtype for x in found)
-    return max(map(far, found, definition(*inputs)))
+    return max(map(far, found, of_one_query(*inputs[:-1])))
 
 
 def of_gates(fields: dict) -> float:

@@ -30,8 +30,18 @@ def nats(q, p):
     return (torch.xlogy(q, q) - torch.xlogy(q, p)).sum(-1)
 
 
-def holds_for(*strategies):
-    return lambda test: settings(max_examples=40, deadline=None)(given(*strategies)(test))
+def holds_for(rows, *strategies):
+    """Over rows, of which a test takes p and v apart, and what else is drawn."""
+
+    def over(test):
+        def unpacked(drawn):
+            (p, v), *others = drawn
+            test(p, v, *others)
+
+        unpacked.__name__, unpacked.__qualname__ = test.__name__, test.__qualname__
+        return settings(max_examples=40, deadline=None)(given(st.tuples(rows, *strategies))(unpacked))
+
+    return over
 
 
 @st.composite
@@ -79,8 +89,7 @@ def leaf(*values):
 
 
 @holds_for(rows(), BETA)
-def test_reads_equal_the_definition_in_decimal_arithmetic(row, beta):
-    p, v = row
+def test_reads_equal_the_definition_in_decimal_arithmetic(p, v, beta):
     value, forward, backward, q = by_definition(p, v, beta)
     close = {"rtol": 1e-12, "atol": 1e-13}
     torch.testing.assert_close(theory.free_energy(p, v, beta).item(), value, **close)
@@ -107,16 +116,14 @@ def test_spans_of_a_thousand_nats_are_exact(span, weight):
 
 
 @holds_for(rows())
-def test_beta_zero_is_the_plain_read(row):
-    p, v = row
+def test_beta_zero_is_the_plain_read(p, v):
     torch.testing.assert_close(theory.free_energy(p, v, 0.0), (p * v).sum())
     torch.testing.assert_close(theory.posterior(p, v, 0), p)
     assert theory.kl_gap(p, v, 0.0) == 0
 
 
 @holds_for(rows())
-def test_infinite_beta_is_hard_selection(row):
-    p, v = row
+def test_infinite_beta_is_hard_selection(p, v):
     best = (v == v[p > 0].max()) & (p > 0)
     torch.testing.assert_close(theory.free_energy(p, v, math.inf), v[best][0])
     torch.testing.assert_close(theory.posterior(p, v, math.inf), best * p / p[best].sum())
@@ -159,16 +166,14 @@ def test_a_row_without_support_reads_zero():
 
 
 @holds_for(rows(), BETA, st.floats(1.1, 4))
-def test_free_energy_lies_between_mean_and_maximum_and_grows(row, beta, factor):
-    p, v = row
+def test_free_energy_lies_between_mean_and_maximum_and_grows(p, v, beta, factor):
     low, high = theory.free_energy(p, v, beta), theory.free_energy(p, v, beta * factor)
     assert (p * v).sum() - 1e-14 <= low <= high + 1e-14 <= v[p > 0].max() + 2e-14
     assert theory.kl_gap(p, v, beta) >= 0
 
 
 @holds_for(rows(zeros=False), st.floats(0.01, 20))
-def test_donsker_varadhan_is_maximal_at_the_posterior(row, beta):
-    p, v = row
+def test_donsker_varadhan_is_maximal_at_the_posterior(p, v, beta):
     value = theory.free_energy(p, v, beta)
     utility = lambda q: (q * v).sum(-1) - nats(q, p) / beta  # noqa: E731
     assert (utility(random_distributions(50, p)) <= value + 1e-12).all()
@@ -188,8 +193,8 @@ def test_the_free_energy_starts_at_the_mean_with_half_the_variance():
 
 
 @holds_for(rows(zeros=False), st.floats(0.01, 50))
-def test_derivatives_are_posterior_slope_and_prior_gradients(row, beta):
-    p, v, beta = row[0].requires_grad_(), row[1].requires_grad_(), leaf(beta)
+def test_derivatives_are_posterior_slope_and_prior_gradients(p, v, beta):
+    p, v, beta = p.requires_grad_(), v.requires_grad_(), leaf(beta)
     value = theory.free_energy(p, v, beta)
     by_p, by_v, by_beta = torch.autograd.grad(value, (p, v, beta), retain_graph=True)
     q = theory.posterior(p, v, beta)
@@ -226,8 +231,7 @@ def test_gradients_are_finite_at_every_temperature(read, beta, dtype):
 
 
 @holds_for(rows(zeros=False), st.floats(0.01, 20))
-def test_the_value_hessian_is_a_covariance_bounded_by_half_beta(row, beta):
-    p, v = row
+def test_the_value_hessian_is_a_covariance_bounded_by_half_beta(p, v, beta):
     hessian = torch.autograd.functional.hessian(lambda v: theory.free_energy(p, v, beta), v)
     q = theory.posterior(p, v, beta)
     torch.testing.assert_close(hessian, beta * (q.diag() - q[:, None] * q), rtol=1e-8, atol=1e-9)
@@ -243,8 +247,7 @@ def test_two_equal_tokens_reach_the_curvature_bound():
 
 
 @holds_for(rows(least=2, zeros=False), st.floats(0.01, 20))
-def test_concave_in_the_prior_convex_in_values_and_log_weights(row, beta):
-    p, v = row
+def test_concave_in_the_prior_convex_in_values_and_log_weights(p, v, beta):
     other_p, other_v = random_distributions(1, p)[0], torch.randn_like(v)
     middle = theory.free_energy((p + other_p) / 2, v, beta)
     assert middle >= (theory.free_energy(p, v, beta) + theory.free_energy(other_p, v, beta)) / 2 - 1e-10
@@ -274,8 +277,7 @@ def test_the_hessian_in_the_logits_is_a_difference_of_covariances_without_a_sign
 
 
 @holds_for(rows(), BETA, st.floats(-1000, 1000), st.floats(0.1, 10))
-def test_shift_and_scale(row, beta, shift, scale):
-    p, v = row
+def test_shift_and_scale(p, v, beta, shift, scale):
     value = theory.free_energy(p, v, beta)
     torch.testing.assert_close(theory.free_energy(p, v + shift, beta), value + shift, rtol=1e-12, atol=1e-12)
     scaled = theory.free_energy(p, scale * v, beta)
@@ -294,8 +296,7 @@ def test_restricting_the_support_lowers_the_free_energy_only_without_renormalisi
 
 
 @holds_for(rows(), st.floats(0.01, 50))
-def test_concentration_bounds_hold_with_ties_too(row, beta):
-    p, v = row
+def test_concentration_bounds_hold_with_ties_too(p, v, beta):
     top = v[p > 0].max()
     best = (v == top) & (p > 0)
     rest = (p > 0) & ~best
@@ -322,8 +323,7 @@ def test_the_posterior_nears_the_maximum_exponentially_the_free_energy_like_one_
 
 
 @holds_for(rows(), st.floats(0, 1), BETA)
-def test_the_interpolated_read_is_the_free_energy_at_its_hidden_temperature(row, lam, beta_max):
-    p, v = row
+def test_the_interpolated_read_is_the_free_energy_at_its_hidden_temperature(p, v, lam, beta_max):
     beta = theory.hidden_temperature(p, v, lam, beta_max)
     assert 0 <= beta <= beta_max
     u = (1 - lam) * (p * v).sum() + lam * theory.free_energy(p, v, beta_max)
@@ -331,8 +331,7 @@ def test_the_interpolated_read_is_the_free_energy_at_its_hidden_temperature(row,
 
 
 @holds_for(rows(), BETA, st.sampled_from([0.0, 0.3, 1.0]))
-def test_hidden_temperature_at_its_ends_and_for_constant_values(row, beta_max, lam):
-    p, v = row
+def test_hidden_temperature_at_its_ends_and_for_constant_values(p, v, beta_max, lam):
     assert theory.hidden_temperature(p, v, 0.0, beta_max) == 0
     assert theory.hidden_temperature(p, v, 1.0, beta_max).item() == beta_max
     assert theory.hidden_temperature(p, torch.full_like(v, 0.1), lam, beta_max).item() == lam * beta_max
@@ -364,8 +363,7 @@ def test_the_gate_reparameterises_the_temperature():
 
 
 @holds_for(rows(least=2), st.floats(-8, 1).map(lambda exponent: 10.0**exponent))
-def test_the_budget_is_spent_to_the_last_nat(row, kl):
-    p, v = row
+def test_the_budget_is_spent_to_the_last_nat(p, v, kl):
     beta = theory.temperature_for_budget(p, v, kl)
     hard = -math.log(p[(v == v[p > 0].max())].sum().clamp_max(1))
     if not distinct(p, v) or kl > hard + 1e-12:
@@ -422,16 +420,14 @@ def test_every_pattern_of_winners_is_reached_at_a_finite_temperature_and_a_head_
 
 
 @holds_for(rows(least=2, zeros=False))
-def test_a_convex_read_misses_maxima_that_sit_on_different_tokens(row):
-    p, _ = row
+def test_a_convex_read_misses_maxima_that_sit_on_different_tokens(p, v):
     v = torch.eye(len(p), dtype=F64)[:2]  # two channels, won by the first and the second token
     assert (p * v).sum(-1).sum() <= 1 + 1e-12  # a hull point has mean_1 + mean_2 <= 1, the maxima add up to 2
     torch.testing.assert_close(theory.free_energy(p, v, 1e9), torch.ones(2, dtype=F64))
 
 
 @holds_for(rows(least=2, zeros=False))
-def test_a_convex_read_between_two_maps_of_coordinates_is_the_free_energy(row):
-    p, _ = row
+def test_a_convex_read_between_two_maps_of_coordinates_is_the_free_energy(p, v):
     v, beta = torch.eye(len(p), dtype=F64)[:2], 300.0
     read = ((p * (beta * (v - 1)).exp()).sum(-1).log() / beta) + 1
     torch.testing.assert_close(read, theory.free_energy(p, v, beta))
@@ -464,8 +460,8 @@ def test_weights_of_a_head_have_rank_one_and_those_of_fem_full_rank():
 
 
 @holds_for(rows(), st.floats(0, 1), st.floats(0.01, 20))
-def test_effective_weights_are_the_derivative_of_the_interpolated_read(row, lam, beta):
-    p, v = row[0], row[1].requires_grad_()
+def test_effective_weights_are_the_derivative_of_the_interpolated_read(p, v, lam, beta):
+    v.requires_grad_()
     u = (1 - lam) * (p * v).sum() + lam * theory.free_energy(p, v, beta)
     weights = theory.effective_weights(p, v, lam, beta)
     torch.testing.assert_close(torch.autograd.grad(u, v)[0], weights, rtol=1e-9, atol=1e-12)
@@ -501,9 +497,8 @@ def test_any_axis_may_hold_the_tokens(dim):
         torch.testing.assert_close(read(p, v, beta, dim=dim), read(*last))
     torch.testing.assert_close(theory.posterior(p, v, beta, dim=dim), theory.posterior(*last).movedim(-1, dim))
     lam = torch.full_like(beta, 0.3)
-    torch.testing.assert_close(
-        theory.hidden_temperature(p, v, lam, beta, dim=dim), theory.hidden_temperature(*last[:2], lam, beta)
-    )
+    found = theory.hidden_temperature(p, v, lam, beta, dim=dim)
+    torch.testing.assert_close(found, theory.hidden_temperature(*last[:2], lam, beta))
 
 
 def test_priors_are_shared_by_channels_and_betas_by_rows():

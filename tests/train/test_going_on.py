@@ -20,7 +20,7 @@ from chaos import Chaos, cases
 from command_line import fem
 from forked import Training, arguments
 from processes import torchrun
-from trainings import assert_same_run, losses, tiny, weights, write_corpus
+from trainings import assert_same_run, assert_same_weights, losses, tiny, write_corpus
 
 from fem.commands import train as command
 from fem.train import metrics, train
@@ -115,8 +115,7 @@ def test_a_signal_saves_at_the_end_of_the_step(data, whole, tmp_path, monkeypatc
     assert signal.getsignal(signal.Signals[name]) is before
     assert newest(tmp_path / "run").name == "checkpoint-7"
     train.run(tiny(data), tmp_path / "run", resume=True)
-    a, b = weights(tmp_path / "run", 12), weights(whole, 12)
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert_same_weights(tmp_path / "run", whole, 12)
 
 
 @SLOW
@@ -309,12 +308,6 @@ def test_two_trainings_never_write_into_one_folder(cut, whole, data):
 # Two processes
 
 
-def apart(one, other, step):
-    a, b = weights(one, step), weights(other, step)
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
-
-
 @SLOW
 @pytest.mark.timeout(900)
 def test_two_processes_train_the_same_model_as_one_and_one_goes_on(tmp_path):
@@ -323,11 +316,11 @@ def test_two_processes_train_the_same_model_as_one_and_one_goes_on(tmp_path):
     torchrun(2, "-m", "fem.cli", *arguments(recipe, tmp_path / "2", resume=False))
     for a, b in zip(losses(tmp_path / "1"), losses(tmp_path / "2"), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
-    assert apart(tmp_path / "1", tmp_path / "2", 12) < 1e-4
+    assert_same_weights(tmp_path / "1", tmp_path / "2", 12, within=1e-4)
     shutil.copytree(tmp_path / "2", tmp_path / "3")
     shutil.rmtree(tmp_path / "3" / "checkpoint-12")
     train.run(recipe, tmp_path / "3", resume=True)
-    assert apart(tmp_path / "2", tmp_path / "3", 12) < 1e-6
+    assert_same_weights(tmp_path / "2", tmp_path / "3", 12, within=1e-6)
 
 
 @SLOW

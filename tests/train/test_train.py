@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from trainings import WORDS, losses, tiny, weights
+from trainings import WORDS, assert_same_weights, losses, tiny, weights
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -104,8 +104,7 @@ def test_a_validation_makes_few_logits_and_changes_no_training(data, tmp_path, m
     for steps in (1, 3):
         train.run(replace(recipe, eval_steps=steps), tmp_path / str(steps))
     assert shapes == {(1, len(tokenizer))}
-    one, other = (weights(tmp_path / steps, 4) for steps in "13")
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_same_weights(tmp_path / "1", tmp_path / "3", 4)
 
 
 def test_a_run_ends_with_a_validation_and_keeps_its_newest_checkpoints(data, tmp_path):
@@ -206,18 +205,13 @@ def expected_rows(texts, tokenizer, context):
     return rows
 
 
-def triples(row):
-    return list(zip(*(row[name].tolist() for name in ("input_ids", "labels", "segment_ids"))))
-
-
 @pytest.mark.parametrize("context", [1, 7, 24])
 def test_rows_are_the_documents_one_behind_the_other(data, tokenizer, tmp_path, context):
     source = lm_data.identity(tiny(data), tokenizer)
     lm_data.write_tokens(tiny(data), tokenizer, source, tmp_path / "tokens")
     rows = lm_data.Rows(tmp_path / "tokens", context)
-    assert [triples(rows[index]) for index in range(len(rows))] == expected_rows(
-        texts_of(tiny(data)), tokenizer, context
-    )
+    names, expected = ("input_ids", "labels", "segment_ids"), expected_rows(texts_of(tiny(data)), tokenizer, context)
+    assert [list(zip(*(rows[n][name].tolist() for name in names))) for n in range(len(rows))] == expected
 
 
 def test_a_long_text_has_the_tokens_of_the_whole(monkeypatch):
@@ -377,10 +371,10 @@ def test_a_recipe_s_changes_are_named_and_a_field_that_is_new_has_its_default(da
     assert differences(stored, replace(tiny(data), seed=7)) == ["seed (42 there, 7 here)"]
     earlier = {name: value for name, value in stored.items() if name != "mlp"}
     assert differences(earlier, replace(tiny(data), mlp="kept")) == ["mlp (narrowed there, kept here)"]
-    assert train.model_config(replace(tiny(data), mlp="kept"), 300).intermediate_size == 88
 
 
-def test_scaled_rotary_angles_are_a_model_field(data):
+def test_a_recipe_s_fields_reach_the_model(data):
+    assert train.model_config(tiny(data, mlp="kept"), 300).intermediate_size == 88
     scaled = '{"rope_parameters": {"rope_type": "linear", "factor": 2.0}}'
     assert train.model_config(tiny(data, model=scaled), 499).rope_parameters["factor"] == 2.0
 
@@ -528,24 +522,16 @@ def test_a_model_that_cannot_be_read_is_refused_in_one_sentence(whole, tmp_path,
     assert not (tmp_path / "ran").exists()
 
 
-def strange_model(whole, tmp_path, what):
+@pytest.mark.parametrize("what", ["model", "tokenizer"])
+def test_code_in_a_model_s_folder_is_never_run(whole, data, tmp_path, monkeypatch, what):
     folder = shutil.copytree(newest(whole), tmp_path / "model")
     names = {"model": "config.json", "tokenizer": "tokenizer_config.json"}
     told = json.loads((folder / names[what]).read_text())
-    told["auto_map"] = {
-        "AutoConfig": "evil.Config",
-        "AutoModelForCausalLM": "evil.Model",
-        "AutoTokenizer": ["evil.T", None],
-    }
+    classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", None]}
+    told["auto_map"] = classes
     told |= {"model_type": "evil"} if what == "model" else {"tokenizer_class": "Evil"}
     (folder / names[what]).write_text(json.dumps(told))
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    return folder
-
-
-@pytest.mark.parametrize("what", ["model", "tokenizer"])
-def test_code_in_a_model_s_folder_is_never_run(whole, data, tmp_path, monkeypatch, what):
-    folder = strange_model(whole, tmp_path, what)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises(ValueError, match=r"(model|tokenizer) .*brings code of its own: fem runs none"):
         load_language_model(folder)

@@ -113,8 +113,7 @@ def test_flex_attention_sees_what_a_row_may_see(rule, flexible, monkeypatch):
         read = composed(*arguments, **rules)
     wanted, _ = definition(*arguments, **rules)
     kept = torch.ones(2, 150, dtype=torch.bool) if "key_mask" not in rules else rules["key_mask"].bool()
-    for own, other in zip(read, wanted):
-        torch.testing.assert_close(own[kept].double(), other[kept], rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close([x[kept].double() for x in read], [x[kept] for x in wanted], rtol=1e-5, atol=2e-6)
 
 
 def test_a_card_that_does_not_multiply_bfloat16_reads_16_bits_in_float32(monkeypatch):
@@ -130,13 +129,10 @@ def test_a_card_that_does_not_multiply_bfloat16_reads_16_bits_in_float32(monkeyp
 
 @torch.no_grad()
 def test_blocks_hold_every_key_that_a_row_sees_and_whole_ones_no_other():
-    tokens, _ = read_tokens((2, 700), torch.device("cpu"), None, torch.arange(700).expand(2, -1) // 300)
-    rules = support(700, 700, torch.device("cpu"), True, 1.0, 200, None, tokens)
-    mask, allowed = (
-        card.block_mask(rules, 700, 700, torch.device("cpu")),
-        rules.visible(700, 700, torch.device("cpu"))[:, 0],
-    )
-    tile = card._TILE
+    cpu, tile = torch.device("cpu"), card._TILE
+    tokens, _ = read_tokens((2, 700), cpu, None, torch.arange(700).expand(2, -1) // 300)
+    rules = support(700, 700, cpu, True, 1.0, 200, None, tokens)
+    mask, allowed = card.block_mask(rules, 700, 700, cpu), rules.visible(700, 700, cpu)[:, 0]
     for b in range(2):
         for row in range(-(-700 // tile)):
             count, full = mask.kv_num_blocks[b, 0, row], mask.full_kv_num_blocks[b, 0, row]
@@ -291,13 +287,10 @@ def test_values_within_a_span_need_no_flag(monkeypatch):
     read = kernel_read.kernel_read(*mine, pairs, span=58.0)
     wanted, exact = definition(*leaves)
     assert wanted.free_energy[:, -1, 0, 0].mul(beta[0, 0]).max() < -28
-    for got, other in zip(read, wanted):
-        torch.testing.assert_close(got.double(), other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close([x.double() for x in read], [*wanted], rtol=1e-4, atol=1e-4)
     weights = torch.randn(2, *read.mean.shape)
-    ours, theirs = (
-        torch.autograd.grad(sum((x * w).sum() for x, w in zip(r, weights)), x)
-        for r, x in ((read, leaves), (wanted, exact))
-    )
+    slopes = lambda read, of: torch.autograd.grad(sum((x * w).sum() for x, w in zip(read, weights)), of)  # noqa: E731
+    ours, theirs = slopes(read, leaves), slopes(wanted, exact)
     for got, other in zip(ours, theirs):
         torch.testing.assert_close(got.double(), other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
     with pytest.raises(TypeError):
@@ -307,9 +300,8 @@ def test_values_within_a_span_need_no_flag(monkeypatch):
 @pytest.mark.parametrize(("cap", "span"), [(None, torch.inf), (29.0, 58.0)])
 def test_a_layer_with_a_cap_says_what_its_values_span(monkeypatch, cap, span):
     said = []
-    monkeypatch.setattr(
-        prior, "softmax_read", lambda *x, span, **how: said.append(span) or read_op(*x, span=span, **how)
-    )
+    told = lambda *x, span, **how: said.append(span) or read_op(*x, span=span, **how)  # noqa: E731
+    monkeypatch.setattr(prior, "softmax_read", told)
     layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, value_logexp_cap=cap))
     layer(torch.randn(1, 5, 16))
     assert set(said) == {span}
@@ -343,8 +335,7 @@ for time, spike, backend in ((24, 0.0, "aot_eager"), (24, 300.0, "aot_eager"), (
         mean, free_energy = function(*leaves)
         (mean.square().sum() + free_energy.square().sum()).backward()
         results.append([mean, free_energy, *(x.grad for x in leaves)])
-    for eager, whole in zip(*results):
-        torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-5 * (1 + spike))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5 * (1 + spike))
 print(max(most))
 """
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ import torch.nn.functional as F
 from dispatched import Dispatched
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from layers import FAMILIES, make_layer, tokens
-from reads import make
+from layers import FAMILIES, make_layer, streamed, tokens
+from reads import make, of_one_query
 
 from fem.functional import softmax_read
 from fem.ops.softmax import cached
@@ -30,10 +31,8 @@ def draw(time=TIME, spread=1.0, heads=4, key_heads=2, batch=2, key=5, value=3, b
     return q, k, torch.randn(batch, key_heads, time, value), of_v
 
 
-def definition(q, k, v, beta, mask=None, scale=None):
-    q, k, v, beta = q.double()[:, None], k.double().transpose(1, 2), v.double().transpose(1, 2), beta.double()
-    bias = None if mask is None else mask[:, :, None]
-    return softmax_read(q, k, v, beta, scale=scale or 1e-30, bias=bias, backend="reference")
+def definition(q, k, v, beta, mask=None, scale=1e-30):
+    return of_one_query(q, k, v, v, beta, mask, scale)
 
 
 def unit_of(v):
@@ -143,8 +142,8 @@ def test_one_query_in_a_graph_keeps_its_digits_at_any_span_and_temperature(monke
     q, k, v, beta = draw(40, beta=beta)
     v = v * span
     read = one_query_read(q, k, v, v.clone(), beta, None, 0.4, False)
-    for got, wanted in zip(read, definition(q, k, v, beta, scale=0.4)):
-        torch.testing.assert_close(got.double(), wanted, rtol=2e-6, atol=1e-6 * span)
+    wanted = definition(q, k, v, beta, scale=0.4)
+    torch.testing.assert_close([x.double() for x in read], [*wanted], rtol=2e-6, atol=1e-6 * span)
 
 
 @torch.no_grad()
@@ -159,9 +158,7 @@ def test_one_query_in_a_graph_reads_what_an_eager_one_does(monkeypatch):
     ]
     eager = [call() for call in calls]
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    for wanted, call in zip(eager, calls):
-        for got, other in zip(call(), wanted):
-            torch.testing.assert_close(got, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([call() for call in calls], eager, rtol=1e-5, atol=1e-5)
 
 
 def test_a_token_of_less_weight_than_float32_can_say_counts_by_its_value():
@@ -192,15 +189,12 @@ def test_tokens_one_by_one_equal_the_whole_while_rooms_fill_and_are_left(family,
     mask = torch.ones(2, 27, dtype=torch.long)
     if padded:
         mask[0, :4] = mask[1, 9] = 0
-    whole, parts, state, copies = layer(x, attention_mask=mask), [], None, []
-    for start, end in [(0, 9), *((t, t + 1) for t in range(9, 23)), (23, 25), (25, 26), (26, 27)]:
-        before = None if state is None else state.memory["key"].data_ptr()
-        part = None if not padded else mask[:, start:end]
-        y, state = layer(x[:, start:end], attention_mask=part, state=state, return_state=True)
-        parts.append(y)
-        copies.append(state.memory["key"].data_ptr() != before)
-    torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], rtol=1e-5, atol=2e-5)
-    assert set(copies[2:]) == ({True} if FAMILIES[family].get("window") else {True, False})
+    whole = layer(x, attention_mask=mask)
+    y, states = streamed(layer, x, [9, *[1] * 14, 2, 1, 1], **{"attention_mask": mask} if padded else {})
+    torch.testing.assert_close(y[mask.bool()], whole[mask.bool()], rtol=1e-5, atol=2e-5)
+    places = [state.memory["key"].data_ptr() for state in states]
+    copies = {one != other for one, other in pairwise(places[1:])}
+    assert copies == ({True} if FAMILIES[family].get("window") else {True, False})
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -226,16 +220,10 @@ def test_two_continuations_of_a_stream_never_write_to_one_place(mode):
     assert torch.equal(two.memory["key"], kept[1])
 
 
-def streamed(layer, x, mask=None, first=5):
+@torch.no_grad()
+def token_by_token(layer, x, first=5, **marks):
     """The outputs of tokens one by one after a first chunk, and the states along the way."""
-    parts, states, state = [], [], None
-    with torch.no_grad():
-        for piece in (slice(0, first), *(slice(t, t + 1) for t in range(first, x.shape[1]))):
-            part = None if mask is None else mask[:, piece]
-            y, state = layer(x[:, piece], attention_mask=part, state=state, return_state=True)
-            parts.append(y)
-            states.append(state)
-    return torch.cat(parts, 1), states
+    return streamed(layer, x, [first, *[1] * (x.shape[1] - first)], **marks)
 
 
 @pytest.fixture
@@ -251,7 +239,7 @@ def exponentials(monkeypatch):
 def test_a_step_over_ordinary_values_takes_no_exponential_of_the_cache(exponentials, family, beta_start):
     layer = make_layer(torch.float32, **FAMILIES[family] | {"beta_max_init": beta_start})
     x = tokens(time=40, dtype=torch.float32)
-    y, states = streamed(layer, x)
+    y, states = token_by_token(layer, x)
     with torch.no_grad():
         torch.testing.assert_close(y, layer(x), rtol=1e-5, atol=2e-5)
     assert not exponentials
@@ -279,13 +267,13 @@ def test_a_stream_of_any_values_is_exact_and_packed_where_it_may_be(exponentials
     x, layer = tokens(time=24), make_layer(torch.float32, prior_type="softmax", use_conv=False, **fields)
     whole = layer.modulated
     layer.modulated = lambda *inputs: CHANGES[name](whole(*inputs))
-    y, states = streamed(layer, x.float())
+    y, states = token_by_token(layer, x.float())
     if split:  # whose own values must come back from e: a cache of [v | e] becomes one of [v | f]
         assert ("shift" in states[0].memory, "shift" in states[-1].memory) == SPLIT[name]
     else:
         assert bool(exponentials) == (name not in ("offset", "dip"))  # far below the first tokens hides nothing
     monkeypatch.setattr(kv_cache, "pack_exactly", lambda *values: None)
-    wanted, _ = streamed(layer.double(), x.float().double())
+    wanted, _ = token_by_token(layer.double(), x.float().double())
     assert (y - wanted).abs().max() <= 2e-5 * (1 + wanted.abs().max())
 
 
@@ -300,7 +288,7 @@ def test_a_stream_that_leaves_autocast_keeps_the_digits_of_later_tokens():
 
 def test_a_state_of_the_version_that_kept_values_alone_still_continues():
     layer, x = make_layer(torch.float32, prior_type="softmax"), tokens(time=12, dtype=torch.float32)
-    _, (*_, state) = streamed(layer, x[:, :8], first=7)
+    _, (*_, state) = token_by_token(layer, x[:, :8], first=7)
     old = {name: x for name, x in state.memory.items() if name not in kv_cache.PACKED}
     old |= {name: x[..., : layer.config.value_width] for name, x in old.items() if name.endswith("value")}
     with torch.no_grad():
@@ -313,16 +301,16 @@ def test_nan_in_masked_tokens_of_a_cache_never_shows(at):
     config = {"prior_type": "softmax", "use_conv": False, "use_rope": False}
     layer, x = make_layer(torch.float32, **config), tokens(time=9, dtype=torch.float32)
     mask = (torch.arange(9) != at).long().expand(2, -1)
-    clean, _ = streamed(layer, x, mask)
+    clean, _ = token_by_token(layer, x, attention_mask=mask)
     x[:, at] = torch.nan
-    y, _ = streamed(layer, x, mask)
+    y, _ = token_by_token(layer, x, attention_mask=mask)
     torch.testing.assert_close(y[mask.bool()], clean[mask.bool()], rtol=0, atol=0)
 
 
 def test_a_token_without_the_conditioner_costs_half_more_operations_than_attention_at_most():
     """Attention of equal weights, as `fem bench` has it, dispatches 66, views included."""
     layer, x = make_layer(torch.float32, prior_type="softmax", use_conv=False), tokens(time=10, dtype=torch.float32)
-    _, states = streamed(layer, x[:, :9], first=9)  # with room for one more
+    _, states = token_by_token(layer, x[:, :9], first=9)  # with room for one more
     with torch.no_grad(), Dispatched() as dispatched:
         layer(x[:, 9:], state=states[-1], return_state=True)
     assert len(dispatched.calls) <= 99

@@ -59,8 +59,7 @@ def test_heads_and_blocks_of_any_size_read_and_differentiate_as_the_definition(m
     rows = rules.get("key_mask", torch.ones(2, TIME).bool())
     for some in (arguments, arguments[:3]):
         found, wanted = (results(some, rules, rows, backend=name) for name in ("auto", "reference"))
-        for got, want in zip(found, wanted, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("rule", ["window", "documents", "causal"])
@@ -103,8 +102,7 @@ def test_what_is_not_finite_reaches_no_other_sequence(time, what, value, backend
     arguments[what][0, time // 2, 0] = value
     leaves = [x.requires_grad_() for x in arguments]
     read = softmax_read(*leaves, backend=backend)
-    for got, want in zip(read, clean):
-        torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([x[1] for x in read], [x[1] for x in clean], rtol=1e-5, atol=1e-5)
     gradients = torch.autograd.grad(sum(x.sum() for x in read), leaves[:3])
     assert all(x[1].isfinite().all() for x in gradients)
 
@@ -123,8 +121,7 @@ def test_what_a_row_may_not_see_never_matters(rule, backend):
     k[hidden], v[hidden] = 1e6, 1e30
     leaves = [x.requires_grad_() for x in (q, k, v, arguments[3])]
     read = softmax_read(*leaves, backend=backend, **rules)
-    for got, want in zip(read, clean):
-        torch.testing.assert_close(got[rows], want[rows], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([x[rows] for x in read], [x[rows] for x in clean], rtol=1e-5, atol=1e-5)
     gradients = torch.autograd.grad(sum(x[rows].sum() for x in read), leaves)
     assert all(x.isfinite().all() for x in gradients)
 
@@ -164,8 +161,7 @@ def test_cross_attention_may_have_any_number_of_queries(queries):
     how = {"causal": False, "key_mask": torch.arange(7).expand(2, -1) != 2}
     got, want = (softmax_read(q, k, v, beta, backend=name, **how) for name in ("auto", "reference"))
     assert got.mean.shape == (2, queries, 4, 4)
-    for a, b in zip(got, want):
-        torch.testing.assert_close(a, b.float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close([*got], [x.float() for x in want], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["auto", "plain", "reference"])
@@ -182,8 +178,7 @@ def test_queries_of_no_key_read_0(backend):
 def test_a_window_beyond_all_tokens_is_none(window, rule):
     arguments = draw()
     reads = [softmax_read(*arguments, window=size, **RULES[rule]) for size in (window, None)]
-    for got, wanted in zip(*reads):
-        torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(*reads)
 
 
 @pytest.mark.parametrize("numbers", [exact._NUMBERS, 3 * 2 * 9])
@@ -201,8 +196,7 @@ def test_entries_in_doubt_have_the_values_and_gradients_of_the_definition(monkey
     torch.testing.assert_close(found[doubt], wanted[doubt], rtol=1e-9, atol=1e-9)
     assert torch.equal(found[~doubt], given[~doubt])
     both = [torch.autograd.grad((x * weight)[doubt].sum(), leaves, retain_graph=True) for x in (found, wanted)]
-    for own, other in zip(*both):
-        torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(*both, rtol=1e-8, atol=1e-8)
     (through,) = torch.autograd.grad((found * weight).sum(), given)
     assert torch.equal(through, weight.double().masked_fill(doubt, 0))
     first, end = bounds(rules, 9, 9, torch.device("cpu"))

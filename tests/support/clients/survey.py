@@ -45,11 +45,8 @@ SMALL = (
 SIZES = {name: size for size, names in SMALL for name in names.split()}
 ALL_LAYERS = {name: size for name, size in SIZES.items() if not any(name in names for size, names in SMALL[2:4])}
 EQUAL_HEADS = SIZES | {"num_key_value_heads": HEADS}
-FILLED = EQUAL_HEADS | {
-    "prediction_length": TIME,
-    "image_size": 2 * SIDE,
-    "window_size": 2,
-}  # where a config says None, too
+# Where a config says None, too.
+FILLED = EQUAL_HEADS | {"prediction_length": TIME, "image_size": 2 * SIDE, "window_size": 2}
 ATTEMPTS = (SIZES, ALL_LAYERS, EQUAL_HEADS, FILLED)  # a hybrid shows all its kinds in all its layers
 WAYS = ("", "text alone", "frames first", "video")
 DERIVED = {  # fields that a config derives from its sizes
