@@ -180,6 +180,13 @@ def test_second_derivatives_are_those_of_the_plain_form(proven, name):
         assert (one - wanted).norm() <= 1e-4 * wanted.norm().clamp_min(1)
 
 
+@every_scan
+def test_a_gradient_that_is_undefined_is_passed_on(name):
+    call = draw(name, 5).leaves()
+    sum(torch._C._functions.UndefinedGrad()(part).sum() for part in call.read(backend="triton")).backward()
+    assert not any(x.grad is not None and x.grad.any() for x in call.tensors())
+
+
 def test_gradients_repeat_and_a_graph_may_be_used_twice(proven):
     call = draw("gla", 33).leaves()
     total, leaves = sum(x.sum() for x in call.read(backend="triton")), call.tensors()

@@ -68,6 +68,8 @@ class _KernelRead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        if all(grad is None for grad in grads[:6]):  # as of a function whose backward returns None
+            return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
         (q, k, g, opens, v, f, beta, *memory), (scheme, heaviest, *inputs) = saved[:10], saved[10:]
         if torch.is_grad_enabled():
