@@ -180,8 +180,9 @@ def pose_as_cudnn() -> None:
     themselves; the fused layer's, whose values may be wider than the keys, read empty values of the keys' width.
     """
     choose = torch.nn.attention.sdpa_kernel
+    cudnn = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
     attend, attend_backward = attention.kernel_attention, attention.kernel_attention_backward
-    without = lambda order, **how: choose([one for one in order if one.name != "CUDNN_ATTENTION"], **how)  # noqa: E731
+    without = lambda order, **how: choose([one for one in order if one != cudnn], **how)  # noqa: E731
     as_wide = lambda x, y: x if x.shape[-1] == y.shape[-1] else x.new_empty(*x.shape[:-1], y.shape[-1])  # noqa: E731
 
     def forward(q, k, values, scale, causal, kernel):
