@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # One BLAS thread per test process: the workers already fill the cores.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: help install demo test test-baselines test-deit test-slow test-all test-oldest test-newest test-docs mutants fuzz docs notebooks types lint chaos suite clients bench card card-day clean
+.PHONY: help install demo test test-baselines test-deit test-slow test-all test-oldest test-newest test-docs mutants fuzz docs notebooks types lint chaos suite clients bench card card-titan card-day clean
 
 help:
 	@echo "make demo      train two small language models and draw what FEM reads   (about 5 minutes, into runs/demo)"
@@ -23,6 +23,7 @@ help:
 	@echo "make lint      style and import direction      make bench   what FEM costs on this machine"
 	@echo "make chaos     kills and stops 53 small trainings; what became of them, into research/results/checks"
 	@echo "make card      the library on PyTorch's CUDA build and a card that is not there, into .card (2 GB); TORCH=2.11.0: another PyTorch"
+	@echo "make card-titan  torchtitan's trainer there, as the first of eight (5 minutes)"
 	@echo "make card-day  SLICE=text, train, long, table7, layers or mad: what waits for a GPU, in slices of nine minutes (docs/card_day.md)"
 	@echo "make install   only install, into $(VENV)"
 
@@ -152,6 +153,11 @@ card: install
 		echo "sm_$$sm"; \
 		PYTHONPATH=$(CURDIR) FAKE_SM=$$sm $(CARD)/run -m pytest -q -o addopts= --show-capture=no -p no:cacheprovider tests/card/cases.py || exit 1; \
 	done
+
+# torchtitan's trainer there, as the first of eight.
+card-titan: $(TITAN)/.installed
+	$(TITAN)/bin/python tests/card/build.py $(CARD) $(or $(TORCH),$(shell sed -n 's/^torch==//p' constraints.txt))
+	PYTHONPATH=$(CURDIR) $(CARD)/run tests/card/titan.py
 
 # What waits for a real card, a slice a call. ARGS are the slice's own options; SLICE=train ARGS=--help lists them.
 CARD_PYTHON ?= $(BIN)/python

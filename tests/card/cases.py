@@ -142,7 +142,8 @@ def test_no_kernel_that_always_runs_spills(values):
 @pytest.mark.parametrize("prior", [prior for prior in PRIORS if prior != "softmax"])
 def test_no_kernel_of_a_scans_token_spills(prior):
     found = card.registers(lambda: decode(build(prior_type=prior), "eager"))
-    kernels = {name: size for name, (_, size) in found.items() if name not in ("rotate_token_kernel", "angles_kernel")}
+    may = ("rotate_token_kernel", "angles_kernel", "doubtful")  # as above
+    kernels = {name: size for name, (_, size) in found.items() if not name.startswith(may)}
     reads = [name for name in kernels if name.endswith(("token_kernel", "channel_kernel", "ssm_kernel"))]
     assert len(reads) == 1 + (prior == "mamba_interactive")
     assert not any(kernels.values()), found
