@@ -202,6 +202,7 @@ def test_saved_model_loads_through_the_auto_classes_with_equal_logits(model, tmp
     assert isinstance(AutoModel.from_pretrained(tmp_path), FEMModel)
     low = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert low.dtype == torch.bfloat16
+    assert low.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (2, 11)
     assert low(ids).logits.isfinite().all()
     torch.testing.assert_close(low.state_dict(), model.bfloat16().state_dict(), rtol=0, atol=0)
 
