@@ -65,11 +65,9 @@ def test_rows_split_over_processes_are_read_and_learnt_from_as_whole_ones(proces
 
 WHOLE = """
 import torch
-from fem.models import FEMConfig, FEMForCausalLM
-sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
-model = FEMForCausalLM(FEMConfig(vocab_size=53, **sizes, mixer={"use_conv": False})).eval()
+from small_models import small_model, tokens
+model, ids = small_model(mixer={"use_conv": False}), tokens(1, 5)
 model.set_attn_implementation("sdpa")
-ids = torch.arange(5)[None]
 with torch.no_grad():
     compiled = torch.compile(model, backend="eager", fullgraph=True)(ids)
 torch.testing.assert_close(compiled.logits, model(ids).logits)
