@@ -34,8 +34,7 @@ if find_spec("transformers"):
     from fem.models.cache import FEMCache
     from fem.models.configuration import FEMConfig
     from fem.models.heads import FEMForQuestionAnswering, FEMForSequenceClassification, FEMForTokenClassification
-    from fem.models.modeling import FEMForCausalLM, FEMModel
-    from fem.models.peft import LORA
+    from fem.models.modeling import LORA, FEMForCausalLM, FEMModel
     from fem.models.presets import preset
     from fem.models.surgery.checkpoint import ReplacedConfig, load_replaced
     from fem.models.vision import FEMForImageClassification, FEMImageConfig, FEMImageModel

@@ -28,10 +28,15 @@ from fem.models.configuration import FEMConfig
 from fem.models.engines.attention import EXACT, attend
 from fem.models.engines.obstacles import attends, keeps_tokens, layer_type, obstacle, obstacle_to_pages
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
-from fem.models.peft import LORA
 from fem.ops.common.shared import shared_by_layers
 from fem.ops.common.tokens import PLAIN, Tokens
 from fem.projection import Projection
+
+LORA = {"target_modules": ["query", "key", "value", "output"], "modules_to_save": ["beta", "inner"]}
+"""LoraConfig(**LORA): low-rank updates of the projections; beta and lambda, which are small and which attention lacks,
+are trained whole. Priors without queries have no "query" and "key". After `replace_attention`: the original's targets
+and the same modules_to_save.
+"""
 
 
 class FEMBlock(GradientCheckpointingLayer):
