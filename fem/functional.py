@@ -333,8 +333,20 @@ def _check_state(state: ScanState | None, v: Tensor, wanted: dict[str, tuple[int
         )
 
 
-def check_beta(beta: Tensor, v: Tensor) -> None:
-    """Raise unless beta is floating, shaped (H, d_v) like v's channels, and, on a CPU, positive and finite."""
+def _check_free_energy(v: Tensor, beta: Tensor | None, free_values: Tensor | None) -> None:
+    """Raise unless free_values fit v, and beta, of a channel each, is positive and finite where it can be read."""
+    if free_values is not None:
+        check_floating("v", v, free_values=free_values)
+        if free_values.dim() != 4 or free_values.shape[:3] != v.shape[:3]:
+            raise ValueError(
+                f"free_values must have shape (batch, time, heads, d_f) = ({', '.join(map(str, v.shape[:3]))}, any), "
+                f"got {tuple(free_values.shape)}."
+            )
+        if beta is None:
+            raise ValueError("beta must have shape (heads, d_f) where free_values are given, got None.")
+        v = free_values
+    if beta is None:
+        return
     check_floating("v", v, beta=beta)
     if tuple(beta.shape) != tuple(v.shape[2:]):
         raise ValueError(
@@ -351,23 +363,8 @@ def check_beta(beta: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_free_energy(v: Tensor, beta: Tensor | None, free_values: Tensor | None) -> None:
-    if free_values is not None:
-        check_floating("v", v, free_values=free_values)
-        if free_values.dim() != 4 or free_values.shape[:3] != v.shape[:3]:
-            raise ValueError(
-                f"free_values must have shape (batch, time, heads, d_f) = ({', '.join(map(str, v.shape[:3]))}, any), "
-                f"got {tuple(free_values.shape)}."
-            )
-        if beta is None:
-            raise ValueError("beta must have shape (heads, d_f) where free_values are given, got None.")
-    if beta is not None:
-        check_beta(beta, v if free_values is None else free_values)
-
-
 def _check_projections(q: Tensor, k: Tensor, v: Tensor, free_values: Tensor | None) -> None:
-    check_floating("q", q, q=q)
-    check_floating("q", q, k=k, v=v)
+    check_floating("q", q, q=q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(

@@ -47,22 +47,21 @@ def softmax_tables(
 ) -> Reading:
     """The tables of `softmax_read(q, k, v, beta, **options)` behind gates (lambda, g)."""
     selection = selected(lambda one: softmax_read(q, k, one, None, **options), v)
-    return read_tables(softmax_read(q, k, v, beta, **options), beta, *gates, *selection, False, v.shape[1])
+    return read_tables(softmax_read(q, k, v, beta, **options), beta, gates, selection, False, v.shape[1])
 
 
 def read_tables(
     read: Read,
     beta: Tensor | None,
-    lambda_: Tensor | None,
-    gate: Tensor | None,
-    scores: Float[Tensor, "b t h c n"],
-    values: Float[Tensor, "b t h c n"],
+    gates: tuple[Tensor | None, Tensor | None],
+    selection: tuple[Float[Tensor, "b t h c n"], Float[Tensor, "b t h c n"]],
     per_channel: bool,
     time: int,
 ) -> Reading:
-    """The tables of a read whose scores s_t(n) select among `values`; n runs over `time` tokens, or over (token,
-    channel)."""
-    lambda_, gate = (None if x is None else x.expand(*x.shape[:-1], values.shape[3]) for x in (lambda_, gate))
+    """The tables of a read behind gates (lambda, g), of whose `selection` the scores s_t(n) select among the values; n
+    runs over `time` tokens, or over (token, channel)."""
+    scores, values = selection
+    lambda_, gate = (None if x is None else x.expand(*x.shape[:-1], values.shape[3]) for x in gates)
     p = scores.double() / scores.double().sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     values = values.double()
     per_token = lambda table: table.unflatten(-1, (time, -1)).sum(-1).permute(0, 2, 3, 1, 4).to(scores.dtype)  # noqa: E731

@@ -135,11 +135,10 @@ class FreeEnergyMixer(FreeEnergyLayer):
         beta = self.temperature(call.x)
         v, free_values = self.parts(self.modulated(call.x, features), beta)
         read, _ = self.prior(features, v, beta, tokens, None, free_values)
-        lambda_, gate = self.gate.factors(features)
         if free_values is not None:
             v = free_values if self.config.free_share is None else torch.cat([v, free_values], -1)
         selection = self.prior.selection(features, v, tokens)
-        return read_tables(read, beta, lambda_, gate, *selection, self.prior.per_channel, x.shape[1])
+        return read_tables(read, beta, self.gate.factors(features), selection, self.prior.per_channel, x.shape[1])
 
     def parameter_report(self) -> dict:
         """Numbers of weights by place: {"linear", "budget" (4 D^2), "ratio", "conditioner", "blocks" (with biases)}.

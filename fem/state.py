@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -53,14 +52,11 @@ class MixerState:
     conditioner: Tensor | None  # the conditioner's hidden state, (B, H_c)
     cache_position: CachePosition
 
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ((f"memory.{name}", tensor) for name, tensor in self.memory.items())
-        if self.conditioner is not None:
-            yield "conditioner", self.conditioner
-        yield from (
-            (f"cache_position.{field.name}", getattr(self.cache_position, field.name))
-            for field in fields(self.cache_position)
-        )
+    def _named(self) -> dict[str, Tensor]:
+        memory = {f"memory.{name}": tensor for name, tensor in self.memory.items()}
+        hidden = {} if self.conditioner is None else {"conditioner": self.conditioner}
+        place = {f"cache_position.{f.name}": getattr(self.cache_position, f.name) for f in fields(self.cache_position)}
+        return memory | hidden | place
 
     @staticmethod
     def _of(layer: str, dtype: torch.dtype, tensors: dict[str, Tensor]) -> MixerState:
@@ -69,7 +65,7 @@ class MixerState:
         return MixerState(layer, dtype, memory, tensors.get("conditioner"), position)
 
     def _map(self, change) -> MixerState:
-        return self._of(self.layer, self.dtype, {name: change(tensor) for name, tensor in self._named()})
+        return self._of(self.layer, self.dtype, {name: change(tensor) for name, tensor in self._named().items()})
 
     @property
     def batch(self) -> int:
@@ -84,13 +80,13 @@ class MixerState:
     @property
     def nbytes(self) -> int:
         """Bytes that the state keeps in memory."""
-        storages = [tensor.untyped_storage() for _, tensor in self._named()]
+        storages = [tensor.untyped_storage() for tensor in self.tensors()]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     def compact(self) -> MixerState:
         """The same state, its tensors no longer views of much larger ones (of a prompt's activations, say)."""
         pins = lambda x: x.untyped_storage().nbytes() > _SLACK * x.nbytes  # noqa: E731
-        if torch.compiler.is_compiling() or not any(pins(tensor) for _, tensor in self._named()):
+        if torch.compiler.is_compiling() or not any(map(pins, self.tensors())):
             return self
         return self._map(lambda tensor: tensor.clone() if pins(tensor) else tensor)
 
@@ -110,7 +106,7 @@ class MixerState:
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the state, in one order for every state of a layer."""
-        return [tensor for _, tensor in self._named()]
+        return list(self._named().values())
 
     def clone(self) -> MixerState:
         """The same state in tensors of its own."""
@@ -134,7 +130,7 @@ class MixerState:
             return self._map(lambda tensor: tensor.to(device))
         if not target.is_floating_point:
             raise TypeError(f"a state can be cast to a floating dtype, got {target}; its integers never change.")
-        if target == torch.float16 and any(name.endswith("shift") for name, _ in self._named()):
+        if target == torch.float16 and any(name.endswith("shift") for name in self._named()):
             raise ValueError(
                 f"a softmax state of {self.dtype} on a CPU holds exp(beta v), which has no range in float16; read the "
                 "tokens again with the float16 layer, or keep the dtype."
@@ -142,13 +138,13 @@ class MixerState:
         sums = torch.promote_types(target, torch.float32)
         cast = {
             name: x.to(target if name.endswith(CACHED) else sums) if x.is_floating_point() else x
-            for name, x in self._named()
+            for name, x in self._named().items()
         }
         return self._of(self.layer, target, cast)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state as a flat dict of tensors, for safetensors and the like; `from_state_dict` reads it."""
-        tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self._named()}
+        tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self._named().items()}
         layer, names = (torch.tensor(list(text.encode()), dtype=torch.uint8) for text in (self.layer, _listed(tensors)))
         return {"layer": layer, "names": names, "dtype": torch.empty(0, dtype=self.dtype), **tensors}
 

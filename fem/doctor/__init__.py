@@ -50,17 +50,13 @@ def packages() -> list[dict]:
     return rows
 
 
-def in_short() -> str:
-    """One sentence on what runs here."""
-    cards = torch.cuda.device_count()
-    if not cards:
-        return "No GPU: every read runs on the processor, softmax by torch's attention and scans by their plain form."
-    return f"{cards} GPU: softmax is read by torch's attention, scans as docs/kernels.md says. Try `fem doctor --gpu`."
-
-
 def show() -> None:
     """Print what runs on this machine and why."""
     show_table("Versions", [{"part": name, "state": version} for name, version in versions().items()] + [compiler()])
     show_table("Devices", devices())
     show_table("Optional packages", packages())
-    print(in_short())
+    if cards := torch.cuda.device_count():
+        said = "softmax is read by torch's attention, scans as docs/kernels.md says. Try `fem doctor --gpu`."
+        print(f"{cards} GPU: {said}")
+    else:
+        print("No GPU: every read runs on the processor, softmax by torch's attention and scans by their plain form.")

@@ -34,9 +34,7 @@ if find_spec("transformers"):
     from fem.models.cache import FEMCache
     from fem.models.configuration import FEMConfig
     from fem.models.heads import FEMForQuestionAnswering, FEMForSequenceClassification, FEMForTokenClassification
-    from fem.models.modeling import FEMForCausalLM, FEMModel
-    from fem.models.opener import offer
-    from fem.models.peft import LORA
+    from fem.models.modeling import LORA, FEMForCausalLM, FEMModel
     from fem.models.presets import preset
     from fem.models.surgery.checkpoint import ReplacedConfig, load_replaced
     from fem.models.vision import FEMForImageClassification, FEMImageConfig, FEMImageModel
@@ -46,7 +44,9 @@ if find_spec("transformers"):
         for auto, name in config.auto_map.items():
             if auto != "AutoConfig":
                 getattr(transformers, auto).register(config, globals()[name])
-                offer(globals()[name])
+                # Where `transformers serve` 5.24 looks it up. A replaced model's config names an Auto class first; in
+                # ours vLLM 0.32 would take that for a model. On the module's type, as programs may hold two of them.
+                setattr(type(transformers), name, globals()[name])
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FEMConfig.model_type] = FEMForCausalLM.__name__  # whose labels the Trainer shifts
 
 if hasattr(sys.modules.get("neuralforecast"), "NeuralForecast"):  # not while it is being imported itself

@@ -1,17 +1,27 @@
-"""Arguments of transformers' callers: masks, those that mark documents, and those to ignore."""
+"""What a forward pass reads beside the tokens: arguments of transformers' callers, the cache, documents and masks."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
+from jaxtyping import Int
 from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils import TransformersKwargs
 
-from fem.ops.common.tokens import last_kept_before
+from fem.models.cache import CACHE
+from fem.models.engines.attention import EXACT
+from fem.models.engines.obstacles import FULL, SLIDING
+from fem.ops.common.tokens import PLAIN, Tokens, last_kept_before, whole_rows
 
 SAID_BY_POSITIONS = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"}  # ignored beside position_ids, which say the same
 CHANGES_THE_READ = {*SAID_BY_POSITIONS, "is_causal"}
 SET_ASIDE = {*TransformersKwargs.__annotations__, "token_type_ids", "cache_position", "tokenizer"} - CHANGES_THE_READ
+KEPT = "kept"  # among the masks of a compiled step: which new tokens the conditioner reads
+WRITTEN = "written_by_fem"  # on a cache: it holds states, or values [v | e], not those of another model
 
 
 def check_names(model: object, further: dict, position_ids: Tensor | None) -> None:
@@ -25,71 +35,154 @@ def check_names(model: object, further: dict, position_ids: Tensor | None) -> No
         )
 
 
-def mask_of_new_tokens(attention_mask: Tensor | None, past: int | Tensor, x: Tensor) -> Tensor | None:
-    """The part of the mask (B, T_past + T) that covers the new tokens x (B, T, D); None where it keeps all of them.
+def tokens_in(cache: object) -> int | Tensor:
+    """The tokens in the cache, which is marked as filled by a FEM model; a static one counts on the device.
 
-    Of a static cache only the device knows T_past, and the mask may begin anywhere.
-    Raises ValueError on another shape, TypeError on floating numbers other than 0 and 1.
+    Raises TypeError on what is no cache, ValueError on one that another model has filled.
     """
-    if attention_mask is None:
-        return None
-    if isinstance(past, Tensor):
-        past = max(0, attention_mask.shape[-1] - x.shape[1])
-    wanted = (x.shape[0], past + x.shape[1])
-    if tuple(attention_mask.shape) != wanted:
-        by_pairs = " A mask of pairs needs attn_implementation='sdpa'." if attention_mask.dim() == 4 else ""
-        raise ValueError(
-            f"attention_mask must have shape (batch, cached + new tokens) = {wanted}, "
-            f"got {tuple(attention_mask.shape)}.{by_pairs}"
+    if cache is None:
+        return 0
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"past_key_values must be a cache of transformers, got a {type(cache).__name__}; leave it out to begin one."
         )
-    if torch.compiler.is_compiling() or attention_mask.is_meta:
-        return attention_mask[:, past:]
-    if attention_mask.is_floating_point():  # as peft's prompt tuning makes it; rows of 0 are added to scores
-        keep = attention_mask == 1
-        attention_mask = keep if bool((keep | (attention_mask == 0)).all() & keep.any(1).all()) else attention_mask
-    mask = attention_mask[:, past:]
-    return None if bool((mask == 1).all()) else mask  # a call without mask is the fastest
+    seen = cache.get_seq_length()
+    if isinstance(seen, int):
+        if seen and not getattr(cache, WRITTEN, False):
+            raise ValueError(
+                f"past_key_values must be a cache that a FEM model has filled, got {type(cache).__name__} with {seen} "
+                "tokens from elsewhere, which lack exp(beta v); instead of peft's PrefixTuningConfig use "
+                "PromptTuningConfig."
+            )
+        setattr(cache, WRITTEN, True)
+    return seen
 
 
-def is_of_tokens(attention_mask: Tensor | dict | None) -> bool:
-    """Whether a mask is (B, T), of tokens, and not of pairs of them, as engines' own masks are."""
-    return isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+class Inputs(NamedTuple):
+    """New tokens x, (B, T) or embedded (B, T, D), and what a call says of them; `past` tokens stand in the cache."""
 
+    x: Tensor
+    attention_mask: Tensor | dict | None = None
+    position_ids: Tensor | None = None
+    segment_ids: Tensor | None = None
+    past: int | Tensor = 0
 
-def read_documents(
-    x: Tensor,
-    attention_mask: Tensor | dict | None,
-    position_ids: Tensor | None,
-    past: int | Tensor,
-    segment_ids: Tensor | None,
-) -> Tensor | None:
-    """The document of every token of x (B, T, ...); None where there is only one.
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether there is a mask, of tokens (B, T), and not of pairs of them, as engines' own masks are."""
+        return isinstance(self.attention_mask, Tensor) and self.attention_mask.dim() == 2
 
-    segment_ids: (B, T), an id per token; they come first. position_ids: (B, T); a kept token that does not follow the
-    one before opens a document, unless a cache went before: a masked token's position is ignored, and gaps that masked
-    tokens leave are none. Raises ValueError on positions of another length or of floating numbers.
-    """
-    if segment_ids is not None:
-        return segment_ids
-    if position_ids is None or isinstance(past, Tensor) or past:
-        return None
-    if position_ids.shape[-1] != x.shape[1] or position_ids.is_floating_point():
-        raise ValueError(
-            f"position_ids must be integers that cover the {x.shape[1]} tokens, got shape "
-            f"{tuple(position_ids.shape)} and dtype {position_ids.dtype}."
-        )
-    opens = _restarts(position_ids, attention_mask)
-    if not torch.compiler.is_compiling() and not bool(opens.any()):
-        return None
-    return opens.long().cumsum(-1).expand(x.shape[0], -1)
+    def mask(self) -> Tensor | None:
+        """The part of the mask (B, T_past + T) that covers the new tokens; None where it keeps all of them.
 
+        Of a static cache only the device knows T_past, and the mask may begin anywhere.
+        Raises ValueError on another shape, TypeError on floating numbers other than 0 and 1.
+        """
+        if (mask := self.attention_mask) is None:
+            return None
+        batch, time = self.x.shape[:2]
+        past = max(0, mask.shape[-1] - time) if isinstance(self.past, Tensor) else self.past
+        wanted = (batch, past + time)
+        if tuple(mask.shape) != wanted:
+            by_pairs = " A mask of pairs needs attn_implementation='sdpa'." if mask.dim() == 4 else ""
+            raise ValueError(
+                f"attention_mask must have shape (batch, cached + new tokens) = {wanted}, "
+                f"got {tuple(mask.shape)}.{by_pairs}"
+            )
+        if torch.compiler.is_compiling() or mask.is_meta:
+            return mask[:, past:]
+        if mask.is_floating_point():  # as peft's prompt tuning makes it; rows of 0 are added to scores
+            keep = mask == 1
+            mask = keep if bool((keep | (mask == 0)).all() & keep.any(1).all()) else mask
+        mask = mask[:, past:]
+        return None if bool((mask == 1).all()) else mask  # a call without mask is the fastest
 
-def _restarts(position_ids: Tensor, attention_mask: Tensor | dict | None) -> Tensor:
-    """Where a document opens. Without a mask any jump opens one, as transformers' packing has it."""
-    if not is_of_tokens(attention_mask) or attention_mask.shape[-1] != position_ids.shape[-1]:
-        return F.pad(position_ids.diff(dim=-1) != 1, (1, 0))
-    keep = attention_mask.bool()
-    seen = torch.where(keep, position_ids, -1)
-    before = last_kept_before(keep)[:, :-1]
-    previous = torch.where(before < 0, -1, seen.gather(-1, before.clamp_min(0)))
-    return keep & (before >= 0) & (seen <= previous)
+    def documents(self) -> Tensor | None:
+        """The document of every token, (B, T); None where there is only one.
+
+        segment_ids: (B, T), an id per token; they come first. position_ids: (B, T); a kept token that does not follow
+        the one before opens a document, unless a cache went before: a masked token's position is ignored, and gaps that
+        masked tokens leave are none. Raises ValueError on positions of another length or of floating numbers.
+        """
+        if self.segment_ids is not None:
+            return self.segment_ids
+        batch, time = self.x.shape[:2]
+        if self.position_ids is None or isinstance(self.past, Tensor) or self.past:
+            return None
+        if self.position_ids.shape[-1] != time or self.position_ids.is_floating_point():
+            raise ValueError(
+                f"position_ids must be integers that cover the {time} tokens, got shape "
+                f"{tuple(self.position_ids.shape)} and dtype {self.position_ids.dtype}."
+            )
+        opens = self._restarts(self.position_ids)
+        if not torch.compiler.is_compiling() and not bool(opens.any()):
+            return None
+        return opens.long().cumsum(-1).expand(batch, -1)
+
+    def _restarts(self, position: Tensor) -> Tensor:
+        """Where a document opens. Without a mask any jump opens one, as transformers' packing has it."""
+        if not self.masks_tokens or self.attention_mask.shape[-1] != position.shape[-1]:
+            return F.pad(position.diff(dim=-1) != 1, (1, 0))
+        keep = self.attention_mask.bool()
+        seen = torch.where(keep, position, -1)
+        before = last_kept_before(keep)[:, :-1]
+        previous = torch.where(before < 0, -1, seen.gather(-1, before.clamp_min(0)))
+        return keep & (before >= 0) & (seen <= previous)
+
+    def documents_under(self, name: str, cached: bool) -> Tensor | None:
+        """`documents` as an attn_implementation can keep them apart; None: there is one, or the mask says more.
+
+        Raises ValueError where positions that restart would not tell transformers' masks where documents begin.
+        """
+        if name == EXACT:
+            return self.documents()
+        documents, compiling = self.segment_ids, torch.compiler.is_compiling()
+        masked = self.attention_mask is not None
+        by_pairs = masked and not self.masks_tokens  # says itself what a token sees
+        if isinstance(self.past, int) and (not (masked or cached) or not (by_pairs or compiling)):
+            documents = self.documents()
+        if documents is None:
+            return None
+        whole = not masked or (self.masks_tokens and not compiling and bool((self.attention_mask == 1).all()))
+        if cached or not whole or ("flash" in name and len(self.x) > 1):
+            raise ValueError(
+                f"attn_implementation={name!r} reads packed documents (segment_ids, or position_ids that restart) only "
+                "without a cache and without hidden tokens, flash attention only in one row; leave it out."
+            )
+        return documents
+
+    def positions(self) -> Int[Tensor, "b t"]:
+        """Positions of the new tokens: from 0 in each document, or counted over the tokens that a 2D mask keeps."""
+        x, past = self.x, self.past
+        if self.segment_ids is not None:
+            return whole_rows(tuple(x.shape[:2]), x.device, None, self.segment_ids).position
+        if self.position_ids is not None:
+            return self.position_ids
+        if self.masks_tokens:
+            return (self.attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
+        return torch.arange(past, past + x.shape[1], device=x.device)[None].expand(len(x), -1)
+
+    def read_by_conditioner(self, documents: Tensor | None) -> Tokens:
+        """The new tokens as a conditioner reads them: which it skips, and where it forgets.
+
+        Raises ValueError on a mask of pairs, which does not say what it skips.
+        """
+        given = self
+        if isinstance(self.attention_mask, dict) and KEPT in self.attention_mask:
+            given = self._replace(attention_mask=self.attention_mask[KEPT])
+        if given.attention_mask is None and documents is None:
+            return PLAIN
+        if given.attention_mask is not None and not given.masks_tokens:
+            raise ValueError(
+                "attention_mask must be of tokens, (batch, cached + new tokens), as the conditioner (use_conv=True) "
+                "skips those that are masked, got one of pairs."
+            )
+        return whole_rows(tuple(self.x.shape[:2]), self.x.device, given.mask(), documents)
+
+    def masks(self, config: PreTrainedConfig, kinds: set[str], cache: Cache | None) -> dict:
+        """The engine's mask for each kind of layer; transformers makes it in the form that config names."""
+        if isinstance(self.attention_mask, dict):
+            return self.attention_mask
+        make = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
+        options = {"attention_mask": self.attention_mask, CACHE: cache, "position_ids": self.position_ids}
+        return {kind: make[kind](config=config, inputs_embeds=self.x, **options) for kind in kinds}

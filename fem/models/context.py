@@ -56,12 +56,12 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
 
         hook(model.register_forward_pre_hook, _check_call, with_kwargs=True)
         for mixer in mixers:
-            hook(mixer.register_forward_pre_hook, partial(_go_on, ring), with_kwargs=True)
+            hook(mixer.register_forward_pre_hook, ring.go_on, with_kwargs=True)
             if mixer.conditioner is not None:
-                hook(mixer.conditioner.register_forward_pre_hook, partial(_take_hidden, ring))
-                hook(mixer.conditioner.register_forward_hook, partial(_give_hidden, ring))
-            read = _read_gathered if isinstance(mixer.prior, SoftmaxPrior) else _read_handed_on
-            mixer.prior.read = partial(read, ring, mixer.prior)
+                hook(mixer.conditioner.register_forward_pre_hook, ring.take_hidden)
+                hook(mixer.conditioner.register_forward_hook, ring.give_hidden)
+            read = ring.read_gathered if isinstance(mixer.prior, SoftmaxPrior) else ring.read_handed_on
+            mixer.prior.read = partial(read, mixer.prior)
             undo.callback(delattr, mixer.prior, "read")
         yield
 
@@ -101,7 +101,7 @@ def _check_call(model: nn.Module, args: tuple, kwargs: dict) -> None:
 
 
 class _Ring:
-    """Messages between neighbouring processes.
+    """Messages between neighbouring processes, and the hooks and reads of a model's parts that send and receive them.
 
     In the forward pass they all go to the next process, in the backward pass to the previous one: no two wait for each
     other, and a process computes its next layer while the next process computes this one.
@@ -134,6 +134,58 @@ class _Ring:
         """Send the tensors to the next process; returns the outputs, whose backward receives the tensors' gradients."""
         return _Give.apply(_learning(), self, torch.cat([x.flatten() for x in tensors]), *outputs)
 
+    def go_on(self, mixer: FreeEnergyMixer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """A call that begins at the positions and in the documents where the previous process ended."""
+        call = dict(zip(("x", "attention_mask", "segment_ids", "state", "return_state"), args)) | kwargs
+        if call.pop("state", None) is not None or call.pop("return_state", False):
+            raise ValueError("rows that are split keep no cache; call with use_cache=False, or without a state.")
+        x = call["x"]
+        cache_position = CachePosition.zero(x.shape[0], x.device)
+        if not self.first:
+            cache_position = CachePosition(*self.receive(cache_position.position.new_empty(3, x.shape[0]), -1))
+        if not self.last:
+            marks = call.get("attention_mask"), call.get("segment_ids")
+            _, after = read_tokens(tuple(x.shape[:2]), x.device, *marks, cache_position)
+            self.send(torch.stack([after.position, after.document, after.segment]), 1)
+        return (), call | {"state": MixerState(mixer.kind, x.dtype, {}, None, cache_position)}
+
+    def take_hidden(self, conditioner: TimeDecayConditioner, args: tuple) -> tuple | None:
+        if self.first:
+            return None
+        x, tokens, _ = args
+        with torch.no_grad():
+            _, like = conditioner.forward(x[:, :1], _first(tokens))
+        return x, tokens, *self.take([like])
+
+    def give_hidden(self, conditioner: TimeDecayConditioner, args: tuple, output: tuple[Tensor, Tensor]) -> tuple:
+        h, hidden = output
+        return output if self.last else (*self.give([hidden], h), hidden)
+
+    def read_handed_on(self, prior: Prior, features, v, beta, tokens, memory, free_values=None) -> tuple[Read, dict]:
+        """`Prior.read` that starts from the memory of the previous process, and hands its own on to the next."""
+        read, before = partial(type(prior).read, prior), {}
+        if not self.first:
+            with torch.no_grad():  # one token shows which tensors a memory has, and their shapes
+                free = None if free_values is None else free_values[:, :1]
+                _, like = read(features[:, :1], v[:, :1], beta, _first(tokens), {}, free)
+            before = dict(zip(like, self.take(list(like.values()))))
+        result, after = read(features, v, beta, tokens, before, free_values)
+        if not self.last:
+            outputs = self.give(list(after.values()), *(x for x in result if x is not None))
+            result = Read(*outputs, *[None] * (beta is None))
+        return result, {}
+
+    def read_gathered(self, prior: SoftmaxPrior, features, v, beta, tokens, _, free_values=None) -> tuple[Read, dict]:
+        """`SoftmaxPrior.read` of the own queries over the keys and values of all parts up to this one."""
+        q, k = prior.queries_and_keys(features, tokens.position)
+        parts = [k, v] if free_values is None else [k, v, free_values]
+        gathered = self.gather(torch.cat(parts, -1), grad_placements=[Partial()])
+        keep = torch.ones_like(tokens.document) if tokens.keep is None else tokens.keep
+        keep, document = self.gather(torch.stack([keep, tokens.document], -1)).unbind(-1)
+        k, v, *free = gathered.split([part.shape[-1] for part in parts], -1)
+        options = {"window": prior.config.window, "backend": prior.config.backend}
+        return softmax_read(q, k, v, beta, *free, tokens=Tokens(keep.bool(), None, document, None), **options), {}
+
 
 class _Take(Function):
     @staticmethod
@@ -165,66 +217,5 @@ def _learning() -> Tensor:
     return torch.zeros((), requires_grad=True)
 
 
-def _go_on(ring: _Ring, mixer: FreeEnergyMixer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """A call that begins at the positions and in the documents where the previous process ended."""
-    call = dict(zip(("x", "attention_mask", "segment_ids", "state", "return_state"), args)) | kwargs
-    if call.pop("state", None) is not None or call.pop("return_state", False):
-        raise ValueError("rows that are split keep no cache; call with use_cache=False, or without a state.")
-    x = call["x"]
-    cache_position = CachePosition.zero(x.shape[0], x.device)
-    if not ring.first:
-        cache_position = CachePosition(*ring.receive(cache_position.position.new_empty(3, x.shape[0]), -1))
-    if not ring.last:
-        marks = call.get("attention_mask"), call.get("segment_ids")
-        _, after = read_tokens(tuple(x.shape[:2]), x.device, *marks, cache_position)
-        ring.send(torch.stack([after.position, after.document, after.segment]), 1)
-    return (), call | {"state": MixerState(mixer.kind, x.dtype, {}, None, cache_position)}
-
-
 def _first(tokens: Tokens) -> Tokens:
     return Tokens(*(None if x is None else x[..., :1] for x in vars(tokens).values()))
-
-
-def _take_hidden(ring: _Ring, conditioner: TimeDecayConditioner, args: tuple) -> tuple | None:
-    if ring.first:
-        return None
-    x, tokens, _ = args
-    with torch.no_grad():
-        _, like = conditioner.forward(x[:, :1], _first(tokens))
-    return x, tokens, *ring.take([like])
-
-
-def _give_hidden(ring: _Ring, conditioner: TimeDecayConditioner, args: tuple, output: tuple[Tensor, Tensor]) -> tuple:
-    h, hidden = output
-    return output if ring.last else (*ring.give([hidden], h), hidden)
-
-
-def _read_handed_on(
-    ring: _Ring, prior: Prior, features, v, beta, tokens, memory, free_values=None
-) -> tuple[Read, dict]:
-    """`Prior.read` that starts from the memory of the previous process, and hands its own on to the next."""
-    read, before = partial(type(prior).read, prior), {}
-    if not ring.first:
-        with torch.no_grad():  # one token shows which tensors a memory has, and their shapes
-            free = None if free_values is None else free_values[:, :1]
-            _, like = read(features[:, :1], v[:, :1], beta, _first(tokens), {}, free)
-        before = dict(zip(like, ring.take(list(like.values()))))
-    result, after = read(features, v, beta, tokens, before, free_values)
-    if not ring.last:
-        outputs = ring.give(list(after.values()), *(x for x in result if x is not None))
-        result = Read(*outputs, *[None] * (beta is None))
-    return result, {}
-
-
-def _read_gathered(
-    ring: _Ring, prior: SoftmaxPrior, features, v, beta, tokens, memory, free_values=None
-) -> tuple[Read, dict]:
-    """`SoftmaxPrior.read` of the own queries over the keys and values of all parts up to this one."""
-    q, k = prior.queries_and_keys(features, tokens.position)
-    parts = [k, v] if free_values is None else [k, v, free_values]
-    gathered = ring.gather(torch.cat(parts, -1), grad_placements=[Partial()])
-    keep = torch.ones_like(tokens.document) if tokens.keep is None else tokens.keep
-    keep, document = ring.gather(torch.stack([keep, tokens.document], -1)).unbind(-1)
-    k, v, *free = gathered.split([part.shape[-1] for part in parts], -1)
-    options = {"window": prior.config.window, "backend": prior.config.backend}
-    return softmax_read(q, k, v, beta, *free, tokens=Tokens(keep.bool(), None, document, None), **options), {}

@@ -22,17 +22,21 @@ from transformers.utils.output_capturing import capture_outputs
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
 from fem.mlp import SwiGLU
-from fem.models.arguments import SAID_BY_POSITIONS, check_names, is_of_tokens, mask_of_new_tokens, read_documents
+from fem.models.arguments import KEPT, SAID_BY_POSITIONS, WRITTEN, Inputs, check_names, tokens_in
 from fem.models.cache import CACHE, FEMCache, given_cache, memory_of, place_beside_keys
 from fem.models.configuration import FEMConfig
 from fem.models.engines.attention import EXACT, attend
-from fem.models.engines.inputs import KEPT, WRITTEN, documents_of, masks_of, positions_of, tokens_in, tokens_read_by
 from fem.models.engines.obstacles import attends, keeps_tokens, layer_type, obstacle, obstacle_to_pages
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
-from fem.models.peft import LORA
 from fem.ops.common.shared import shared_by_layers
 from fem.ops.common.tokens import PLAIN, Tokens
 from fem.projection import Projection
+
+LORA = {"target_modules": ["query", "key", "value", "output"], "modules_to_save": ["beta", "inner"]}
+"""LoraConfig(**LORA): low-rank updates of the projections; beta and lambda, which are small and which attention lacks,
+are trained whole. Priors without queries have no "query" and "key". After `replace_attention`: the original's targets
+and the same modules_to_save.
+"""
 
 
 class FEMBlock(GradientCheckpointingLayer):
@@ -158,8 +162,8 @@ class FEMModel(FEMPreTrainedModel):
 
     input_ids (B, T), or inputs_embeds (B, T, D). attention_mask (B, T_past + T): 1 = keep, over the cached tokens too;
     masking a token equals deleting it, on either side. segment_ids (B, T): packed documents equal separate runs;
-    position_ids that restart say the same (`read_documents`), and positions are otherwise counted from the mask, so any
-    position_ids will do. past_key_values: a DynamicCache, to which the call adds its tokens, as states or, by an
+    position_ids that restart say the same (`Inputs.documents`), and otherwise positions are counted from the mask, so
+    any position_ids will do. past_key_values: a DynamicCache, to which the call adds its tokens, as states or, by an
     engine's attention, as keys and [v | e]. Arguments of transformers that mean nothing to a mixer are ignored
     (`SET_ASIDE` of fem.models.arguments).
 
@@ -203,20 +207,20 @@ class FEMModel(FEMPreTrainedModel):
             check_names(self, kwargs, position_ids)
         elif name in ("sdpa", "eager"):  # further ones are continuous batching's
             check_names(self, {name: kwargs.get(name) for name in SAID_BY_POSITIONS}, position_ids)
-        past, cached = tokens_in(past_key_values), past_key_values is not None or bool(use_cache)
-        documents = documents_of(config, x, attention_mask, position_ids, segment_ids, past, cached)
+        given = Inputs(x, attention_mask, position_ids, segment_ids, tokens_in(past_key_values))
+        documents = given.documents_under(name, cached=past_key_values is not None or bool(use_cache))
         wants_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if past_key_values is None and wants_cache and (name == EXACT or documents is None):
             past_key_values = FEMCache(len(self.layers)) if name == EXACT else DynamicCache(config=config)
             setattr(past_key_values, WRITTEN, True)
         if name == EXACT:
-            told = {"attention_mask": mask_of_new_tokens(attention_mask, past, x), "segment_ids": documents}
+            told = {"attention_mask": given.mask(), "segment_ids": documents}
         else:
-            tokens = tokens_read_by(self.conditioned, x, attention_mask, documents, past)
-            attention_mask = attention_mask if documents is None else None
-            position_ids = positions_of(x, attention_mask, position_ids, segment_ids, past)
-            masks = masks_of(config, self.kinds, x, attention_mask, position_ids, past_key_values)
-            told = {"attention_mask": masks, "position_ids": position_ids, "tokens": tokens, **kwargs}
+            tokens = given.read_by_conditioner(documents) if self.conditioned else PLAIN
+            given = given if documents is None else given._replace(attention_mask=None)
+            given = given._replace(position_ids=given.positions())
+            masks = given.masks(config, self.kinds, past_key_values)
+            told = {"attention_mask": masks, "position_ids": given.position_ids, "tokens": tokens, **kwargs}
 
         with shared_by_layers():
             for block in self.layers:
@@ -268,8 +272,8 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             kept = kept[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
         if config._attn_implementation == EXACT:
             return kept
-        masks = masks_of(config, self.model.kinds, inputs_embeds, attention_mask, position_ids, past_key_values)
-        return masks | {KEPT: kept}
+        given = Inputs(inputs_embeds, attention_mask, position_ids)
+        return given.masks(config, self.model.kinds, past_key_values) | {KEPT: kept}
 
     @can_return_tuple
     def forward(
@@ -294,8 +298,9 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         documents = segment_ids
         begins = trained and (past_key_values is None or not past_key_values.get_seq_length())
         if begins and tokens is not None:  # the loss needs the documents, too
-            documents = read_documents(tokens, attention_mask, position_ids, 0, segment_ids)
-            if attention_mask is None or is_of_tokens(attention_mask):  # else the mask says what a token sees
+            given = Inputs(tokens, attention_mask, position_ids, segment_ids)
+            documents = given.documents()
+            if attention_mask is None or given.masks_tokens:  # else the mask says what a token sees
                 segment_ids = documents
         use_cache = False if use_cache is None and trained else use_cache
         inputs = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import transformers
-
 from fem.extras import how_to_install
 
 OPENER = "open_with_fem"
@@ -42,12 +40,3 @@ class OpensWithFEM:
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Copy nothing beside the weights: the installed library has the code."""
-
-
-def offer(model_class: type) -> None:
-    """Make a class an attribute of transformers, where `transformers serve` 5.24 looks for it by its name.
-
-    The config of a replaced model names an Auto class there first. In ours vLLM 0.32 would take that name for a model.
-    It is set on the type of that module, as its __init__ may run twice, and programs then hold two module objects.
-    """
-    setattr(type(transformers), model_class.__name__, model_class)

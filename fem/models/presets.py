@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 
 from fem.checks import nearest
@@ -61,7 +59,11 @@ def preset(name: str, *, mlp: str = "narrowed", **changes) -> FEMConfig:
     if isinstance(changed := changes.get("mixer") or {}, dict):  # FEMConfig refuses what is none
         mixers["mixer"] = fields_of(transformer.hidden_size, prior, changed)
     config = FEMConfig(**sizes, **mixers)
-    return config if mlp == "kept" else with_parameters(config, count_parameters(transformer))
+    if mlp == "narrowed":
+        excess = (count_parameters(config) - count_parameters(transformer)) / config.num_hidden_layers
+        width, units = config.hidden_size, config.intermediate_size
+        config.intermediate_size = narrowed_mlp(units, excess, per_unit=3 * width, hidden_size=width)
+    return config
 
 
 def check_preset(name: str) -> None:
@@ -81,19 +83,6 @@ def count_parameters(config: FEMConfig) -> int:
     sizes = {mixer: sum(parameter.numel() for parameter in block.parameters()) for mixer, block in blocks.items()}
     tables = 1 if config.tie_word_embeddings else 2
     return sum(sizes[mixer] for mixer in mixers) + (tables * config.vocab_size + 1) * config.hidden_size
-
-
-def with_parameters(config: FEMConfig, parameters: int) -> FEMConfig:
-    """`config` with the SwiGLU width that brings the model nearest to so many parameters, within 0.5 %.
-
-    Raises ValueError where the rest of the model is larger already.
-    """
-    excess = (count_parameters(config) - parameters) / config.num_hidden_layers
-    narrowed = copy.deepcopy(config)
-    narrowed.intermediate_size = narrowed_mlp(
-        config.intermediate_size, excess, 3 * config.hidden_size, config.hidden_size
-    )
-    return narrowed
 
 
 def narrowed_mlp(width: int, excess: int | float, per_unit: int, hidden_size: int) -> int:

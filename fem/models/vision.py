@@ -77,7 +77,9 @@ class FEMImageConfig(CheckedConfig, PreTrainedConfig):
         self._check_sizes()
         built = self.mixer_config()
         if self.intermediate_size is None:
-            self.intermediate_size = self._matching_mlp(built)
+            attention = self._build({"prior_type": TRANSFORMER["prior_type"], **TRANSFORMER["mixer"]})
+            excess, width = _parameters(built) - _parameters(attention), self.hidden_size
+            self.intermediate_size = narrowed_mlp(4 * width, excess, 2 * width + 1, width)
         super().__post_init__(**values)
 
     def mixer_config(self) -> FreeEnergyMixerConfig:
@@ -93,11 +95,6 @@ class FEMImageConfig(CheckedConfig, PreTrainedConfig):
         backwards = {"conv_bidirectional": True} if fields.get("use_conv", True) else {}
         sizes = {"n_embd": self.hidden_size, "n_head": self.num_attention_heads}
         return build_config(**sizes | ENCODER | backwards | fields)
-
-    def _matching_mlp(self, mixer: FreeEnergyMixerConfig) -> int:
-        attention = self._build({"prior_type": TRANSFORMER["prior_type"], **TRANSFORMER["mixer"]})
-        excess = _parameters(mixer) - _parameters(attention)
-        return narrowed_mlp(4 * self.hidden_size, excess, 2 * self.hidden_size + 1, self.hidden_size)
 
     def _check_sizes(self):
         self.check_sizes(SIZES, ("layer_norm_eps", "initializer_range"))

@@ -80,7 +80,7 @@ class MambaPrior(Prior):
         return self.scan(op, *numbers, v, beta, tokens=tokens, memory=memory, free_values=free_values)
 
 
-class InteractiveMambaPrior(Prior):
+class InteractiveMambaPrior(MambaPrior):
     """p_tj(i, k) proportional to M_jk H_tk(i): output channel j selects among pairs of token and channel.
 
         F_tj = (1 / beta) log sum_{i,k} p_tj(i, k) exp(beta v_ik)                             (Section 2.3.3 iv)
@@ -91,18 +91,13 @@ class InteractiveMambaPrior(Prior):
     name = "mamba_interactive"
     undecayed = ("mixing",)
     uses, widths = ROWS["mamba_interactive"].uses, staticmethod(ROWS["mamba_interactive"].widths)
-    per_channel = True
     takes_pairs = False  # its channels are mixed, so none is read on its own
 
     def __init__(self, config: FreeEnergyMixerConfig):
         super().__init__(config)
-        self.ssm = SelectiveSSM(config, self.project)
         self.mixing = nn.Parameter(torch.empty(config.n_head, config.value_width, config.value_width))
         self.reset_parameters()
         mark_undecayed(self)
-
-    def maps(self):
-        return self.ssm.maps()
 
     def reset_parameters(self) -> None:
         width = self.mixing.shape[-1]

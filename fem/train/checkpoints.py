@@ -59,15 +59,11 @@ def model_folder(folder: str | Path) -> Path:
         what = "the file" if folder.is_file() else "no such folder"
         raise ValueError(f"model must be a folder with config.json and safetensors, got {what} {str(folder)!r}.")
     places = (folder, newest(folder) or folder, folder / "model")  # `fem demo` saves it in the third
-    chosen = next(filter(_holds_a_model, places), None)
-    if chosen is None:
-        raise ValueError(f"model must hold a config.json with a model_type, got {str(folder)!r} without one.")
-    return chosen
-
-
-def _holds_a_model(folder: Path) -> bool:
-    config = read_json(folder / "config.json") or {}
-    return "model_type" in config and "recipe" not in config  # which a training's own has
+    for place in places:
+        config = read_json(place / "config.json") or {}
+        if "model_type" in config and "recipe" not in config:  # which a training's own has
+            return place
+    raise ValueError(f"model must hold a config.json with a model_type, got {str(folder)!r} without one.")
 
 
 def not_finite(model: nn.Module) -> str | None:

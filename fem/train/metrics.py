@@ -119,24 +119,19 @@ def read_statistics(model: PreTrainedModel, row: Row) -> dict[str, float]:
         statistics |= {"beta_min": beta.min().item(), "beta_mean": beta.mean().item(), "beta_max": beta.max().item()}
     if fallbacks.entries:
         statistics["recomputed_share"] = fallbacks.recomputed / fallbacks.entries
-    statistics |= gate_statistics(model, row)
-    fallbacks.reset()
-    return statistics
-
-
-def gate_statistics(model: PreTrainedModel, row: Row) -> dict[str, float]:
     inner = [gate.inner for gate in model.modules() if isinstance(gate, TwoLevelGate) and gate.inner is not None]
-    if not inner:
-        return {}
     lambdas: list[float] = []
     keep = lambda _, x, y: lambdas.append(y.float().sigmoid().mean().item())  # noqa: E731
     hooks, training = [part.register_forward_hook(keep) for part in inner], model.training
-    try:
-        model.eval()
-        shown = {name: x[None].to(model.device) for name, x in row.items() if name != "labels"}
-        model(**shown, logits_to_keep=1)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
-    return {"lambda_mean": sum(lambdas) / len(lambdas)}
+    if inner:
+        try:
+            model.eval()
+            shown = {name: x[None].to(model.device) for name, x in row.items() if name != "labels"}
+            model(**shown, logits_to_keep=1)
+        finally:
+            model.train(training)
+            for hook in hooks:
+                hook.remove()
+        statistics["lambda_mean"] = sum(lambdas) / len(lambdas)
+    fallbacks.reset()
+    return statistics

@@ -24,11 +24,9 @@ def close(got, wanted, tolerance=EXACT):
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
-IDS = {
-    "one document": [[7] * 13] * 2,
-    "documents, of which one returns": [[7] * 4 + [2] + [7] * 8, [0] * 9 + [1] * 4],
-    "of few tokens": [[7, 7, 9, 7, 2, 2, 2, 5, 5, 5, 5, 5, 5], [1] * 12 + [2]],
-}
+IDS = [  # one document, one that returns, two, and documents of few tokens
+    *([7] * 13, [7] * 4 + [2] + [7] * 8, [0] * 9 + [1] * 4, [7, 7, 9, 7, 2, 2, 2, 5, 5, 5, 5, 5, 5], [1] * 12 + [2]),
+]
 
 
 @pytest.mark.parametrize("family, causal", [*((name, True) for name in EVERY), *((name, False) for name in FAMILIES)])
@@ -36,8 +34,7 @@ def test_masking_a_token_is_deleting_it_and_documents_are_separate_runs(family, 
     """A window counts tokens as they stand, masked ones between others too: it takes no holes."""
     whole, both = "window" in EVERY[family], {} if causal else {"causal": False, "conv_bidirectional": True}
     keeps = [mask for name, rows in MASKS.items() if name != "interior" or not whole for mask in rows]
-    ids = [row for rows in IDS.values() for row in rows]
-    keep, ids = (torch.tensor(rows) for rows in zip(*some_pairs([*keeps, [1] * 13], ids)))
+    keep, ids = (torch.tensor(rows) for rows in zip(*some_pairs([*keeps, [1] * 13], IDS)))
     layer, x = make_layer(**EVERY[family], **both), tokens(batch=len(keep))
     y = layer(x, attention_mask=keep, segment_ids=ids)
     assert y.isfinite().all()

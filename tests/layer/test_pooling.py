@@ -1,4 +1,4 @@
-"""Reading a memory or a set: the definition in loops, masks, order, empty sets, gradients."""
+"""Reading a memory or a set: the definition, masks, order, empty sets, gradients."""
 
 import math
 
@@ -62,35 +62,23 @@ def test_tables_of_a_read_across_are_its_prior_and_posterior():
     assert {"query", "read.value.weight"} & pool.no_weight_decay() == {"query"}
 
 
-def in_loops(layer, x, memory, keep):
-    """o_t, one number at a time."""
-    config, out = layer.config, torch.zeros(x.shape[0], x.shape[1], layer.config.fem_dim, dtype=x.dtype)
-    d_k, d_v = config.key_width, config.value_width
-    factors = layer.gate.factors(x)
-    lam, gate = (None if f is None else f.expand(*x.shape[:2], config.n_head, d_v) for f in factors)
-    for b in range(x.shape[0]):
-        seen = [i for i in range(memory.shape[1]) if keep[b, i]]
-        if not seen:
-            continue
-        for t in range(x.shape[1]):
-            q = layer.query(x[b, t])
-            for h in range(config.n_head):
-                group = h // (config.n_head // config.kv_heads)
-                key = lambda i, group=group: layer.key(memory[b, i])[group * d_k : (group + 1) * d_k]  # noqa: B023, E731
-                scores = [(q[h * d_k : (h + 1) * d_k] @ key(i)).item() / math.sqrt(d_k) for i in seen]
-                weights = [math.exp(score - max(scores)) for score in scores]
-                p = [weight / sum(weights) for weight in weights]
-                for j in range(d_v):
-                    v = [layer.value(memory[b, i])[group * d_v + j].item() for i in seen]
-                    mean = sum(a * c for a, c in zip(p, v))
-                    u = mean
-                    if config.use_lse:
-                        beta = 1.0 if layer.beta is None else layer.beta()[group, j].item()
-                        free = math.log(sum(a * math.exp(beta * c) for a, c in zip(p, v))) / beta
-                        share = 1.0 if lam is None else lam[b, t, h, j].item()
-                        u = (1 - share) * mean + share * free
-                    out[b, t, h * d_v + j] = u if gate is None else u * gate[b, t, h, j].item()
-    return layer.output(out)
+def by_definition(layer, x, memory, keep):
+    """Eq. 4, 7 and 11 by torch's operations."""
+    config, seen = layer.config, keep.bool()[:, None, None]
+    groups = config.n_head // config.kv_heads
+    k, v = (
+        part(memory).unflatten(-1, (config.kv_heads, -1)).transpose(1, 2).repeat_interleave(groups, 1)
+        for part in (layer.key, layer.value)
+    )
+    scores = layer.query(x).unflatten(-1, (config.n_head, -1)).transpose(1, 2) @ k.mT / math.sqrt(config.key_width)
+    p = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    lam, gate = (1.0 if f is None else f.transpose(1, 2) for f in layer.gate.factors(x))
+    u = p @ v
+    if config.use_lse:
+        beta = torch.ones(config.kv_heads, 1) if layer.beta is None else layer.beta()
+        beta = beta.repeat_interleave(groups, 0)[:, None]
+        u = (1 - lam) * u + lam * (p @ (beta * v).exp()).log() / beta
+    return layer.output((gate * u).where(seen.any(-1, keepdim=True), 0).transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -98,7 +86,7 @@ def test_a_read_across_is_its_definition(row):
     layer, (x, memory) = cross(**ROWS[row]), inputs()
     for mask in (None, MASK):
         keep = torch.ones_like(MASK) if mask is None else mask
-        torch.testing.assert_close(layer(x, memory, mask), in_loops(layer, x, memory, keep), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(layer(x, memory, mask), by_definition(layer, x, memory, keep), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("row", ["published", "gates per head", "grouped", "-T", "-G,T,L"])

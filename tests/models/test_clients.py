@@ -221,18 +221,14 @@ def test_capped_scores_and_sinks_are_in_the_free_energy(softcap, sinks, masked):
     mask = visible.expand(2, 1, 5, 5) if masked else None
     RUNNING.features = features
     found, _ = free_energy_attention(attention, q, k, v, mask, 0.5, softcap=softcap, s_aux=sink)
-
-    beta = attention.free_energy.beta()
-    for b, h, t in [(b, h, t) for b in range(2) for h in range(4) for t in range(5)]:
-        seen = [i for i in range(5) if visible[t, i]]
-        scores = [0.5 * q[b, h, t] @ k[b, h // 2, i] for i in seen]
-        scores = [softcap * torch.tanh(score / softcap) if softcap else score for score in scores]
-        values = [v[b, h // 2, i] for i in seen]
-        if sinks:
-            scores, values = [*scores, sink[h]], [*values, torch.zeros(8, dtype=torch.float64)]
-        p, values = torch.stack(scores).softmax(0), torch.stack(values)
-        free = (p[:, None] * (beta[h // 2] * values).exp()).sum(0).log() / beta[h // 2]
-        torch.testing.assert_close(found[b, t, h], 0.5 * (p @ values) + 0.5 * free, rtol=1e-5, atol=1e-5)
+    beta, k, v = (x.repeat_interleave(2, -2 if x.ndim == 2 else 1) for x in (attention.free_energy.beta(), k, v))
+    scores = 0.5 * q @ k.mT
+    scores = (softcap * torch.tanh(scores / softcap) if softcap else scores).masked_fill(~visible, -torch.inf)
+    if sinks:
+        scores, v = torch.cat([sink.view(4, 1, 1).expand(2, 4, 5, 1), scores], -1), nn.functional.pad(v, (0, 0, 1, 0))
+    p, beta = scores.softmax(-1), beta[:, None]
+    wanted = 0.5 * (p @ v) + 0.5 * (p @ (beta * v).exp()).log() / beta
+    torch.testing.assert_close(found, wanted.transpose(1, 2), rtol=1e-5, atol=1e-5)
 
 
 def test_encoder_decoder_generates_as_the_original_does():

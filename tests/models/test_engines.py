@@ -86,13 +86,6 @@ def test_a_softmax_of_other_scores_has_what_attention_has(monkeypatch):
     assert torch.equal(model.generate(ids, **how), written)
 
 
-def test_a_prior_with_a_read_of_its_own_is_no_attention(monkeypatch):
-    register(monkeypatch)
-    model = small_model(prior_type="mean_alone", num_key_value_heads=2)
-    with pytest.raises(ValueError, match="layer 0 has the 'mean_alone' prior, which is not an attention"):
-        model.set_attn_implementation("sdpa")
-
-
 def test_a_model_reads_exactly_unless_an_engine_is_named():
     model = small_model()
     assert model.config._attn_implementation == "exact"
@@ -156,11 +149,13 @@ def test_split_values_keep_the_head_and_the_cache_of_attention(width, heads):
         ({"mixer": {"use_conv": True, "window": 5}}, "layer 0 has a window and the conditioner"),
         ({"mixer": {"window": 1}}, "layer 0 has a window of 1"),
         ({"layer_priors": ["softmax", "gla"]}, "layer 1 has the 'gla' prior"),
+        ({"prior_type": "mean_alone", "num_key_value_heads": 2}, "layer 0 has the 'mean_alone' prior, which is not an"),
         ({"layer_priors": [{"prior_type": "softmax", "window": 3 + i} for i in range(2)]}, "windows of 3 and 4"),
         ({"layer_priors": ["softmax", {"prior_type": "softmax", "n_kv_head": 1}]}, "numbers of key heads"),
     ],
 )
-def test_what_no_engine_serves_says_why_and_stays_exact(fields, reason):
+def test_what_no_engine_serves_says_why_and_stays_exact(fields, reason, monkeypatch):
+    register(monkeypatch)
     model = small_model(**fields)
     assert not model._supports_flash_attn
     assert not model._supports_attention_backend

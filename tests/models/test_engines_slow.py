@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import split_models
 import torch
 from processes import printed, torchrun
 from test_engines import FAMILIES, left_padded, served, small_model, tokens
@@ -39,15 +40,15 @@ def test_flex_attention_reads_what_the_exact_form_reads():
     torch.testing.assert_close(flex.logits[mask.bool()], exact[mask.bool()], rtol=1e-4, atol=1e-4)
 
 
-def on_processes(script: str, processes: int, folder: Path) -> dict:
-    """What a script of tests/support finds under torchrun."""
-    torchrun(processes, str(Path(__file__).parents[1] / "support" / script), str(folder))
+def on_processes(what: str, processes: int, folder: Path) -> dict:
+    """What tests/support/split_models.py finds under torchrun."""
+    torchrun(processes, split_models.__file__, what, str(folder))
     return json.loads((folder / "found.json").read_text())
 
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_model_split_by_heads_reads_and_learns_as_one(processes, tmp_path):
-    for name, found in on_processes("tensor_parallel.py", processes, tmp_path).items():
+    for name, found in on_processes("heads", processes, tmp_path).items():
         for what in ("logits", "loss", "weights"):
             assert found[what] < 1e-5, (name, what, found)
         assert found["same names"], name
@@ -58,17 +59,15 @@ def test_a_model_split_by_heads_reads_and_learns_as_one(processes, tmp_path):
 @pytest.mark.parametrize("processes", [2, 4])
 def test_rows_split_over_processes_are_read_and_learnt_from_as_whole_ones(processes, tmp_path):
     """Every prior, with the conditioner and without; padding, documents, a window, recomputed activations."""
-    for name, found in on_processes("context_parallel.py", processes, tmp_path).items():
+    for name, found in on_processes("rows", processes, tmp_path).items():
         assert max(found.values()) < 1e-5, (name, found)
 
 
 WHOLE = """
 import torch
-from fem.models import FEMConfig, FEMForCausalLM
-sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
-model = FEMForCausalLM(FEMConfig(vocab_size=53, **sizes, mixer={"use_conv": False})).eval()
+from small_models import small_model, tokens
+model, ids = small_model(mixer={"use_conv": False}), tokens(1, 5)
 model.set_attn_implementation("sdpa")
-ids = torch.arange(5)[None]
 with torch.no_grad():
     compiled = torch.compile(model, backend="eager", fullgraph=True)(ids)
 torch.testing.assert_close(compiled.logits, model(ids).logits)

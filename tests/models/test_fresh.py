@@ -75,12 +75,13 @@ def test_fresh_mixers_continue_the_last_of_packed_documents():
 
 
 @pytest.mark.parametrize("prior", ["softmax", "gla", "mamba"])
-def test_fresh_mixers_of_an_encoder_ignore_padding(prior):
+def test_fresh_mixers_of_an_encoder_ignore_padding_and_project_their_output_alone(prior):
     model = lively(replace_attention(bert(), prior, preserve=False))
     ids, padding = tokens(1, 7), torch.tensor([[1, 1, 1, 1, 0, 0, 0]])
     close(model(ids, attention_mask=padding).logits[:, :4], model(ids[:, :4]).logits, 1e-5)
     first = model(ids).logits[:, 0]
     assert not torch.allclose(first, model(ids[:, :6]).logits[:, 0], atol=1e-4)
+    assert not list(model.bert.encoder.layer[0].attention.output.dense.parameters())
 
 
 def test_fresh_mixers_match_the_parameters_of_plain_attention():
@@ -88,11 +89,6 @@ def test_fresh_mixers_match_the_parameters_of_plain_attention():
     mixers = [m for m in model.modules() if isinstance(m, FreeEnergyMixer)]
     assert len(mixers) == 3
     assert all(mixer.parameter_report()["ratio"] == pytest.approx(1, abs=0.1) for mixer in mixers)
-
-
-def test_bert_with_fresh_mixers_projects_its_output_once():
-    model = replace_attention(bert(), "linear", preserve=False)
-    assert not list(model.bert.encoder.layer[0].attention.output.dense.parameters())
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

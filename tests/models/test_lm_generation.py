@@ -218,8 +218,3 @@ def test_an_empty_cache_of_transformers_takes_the_states_of_any_layer(model):
         model(ids[:, :5], past_key_values=cache)
         assert cache.get_seq_length() == 5
         close(model(ids[:, 5:], past_key_values=cache).logits, model(ids).logits[:, 5:])
-
-
-def test_bf16_model_generates(softmax_model):
-    low = softmax_model.bfloat16()
-    assert generate(low, tokens(2, 5)).shape == (2, 11)

@@ -33,10 +33,7 @@ def test_chunked_loss_and_gradients_equal_the_loss_of_transformers(monkeypatch, 
     torch.testing.assert_close(ours, plain, equal_nan=True)
     torch.testing.assert_close(ours.float(), theirs, equal_nan=True)
     if time > 1:
-        for mine, reference in zip(
-            torch.autograd.grad(3 * ours, (hidden, weight)), torch.autograd.grad(3 * plain, (hidden, weight))
-        ):
-            torch.testing.assert_close(mine, reference)
+        torch.testing.assert_close(*(torch.autograd.grad(3 * found, (hidden, weight)) for found in (ours, plain)))
 
 
 def test_second_derivatives_of_the_loss_are_those_of_its_logits(softmax_model):
@@ -202,6 +199,7 @@ def test_saved_model_loads_through_the_auto_classes_with_equal_logits(model, tmp
     assert isinstance(AutoModel.from_pretrained(tmp_path), FEMModel)
     low = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert low.dtype == torch.bfloat16
+    assert low.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (2, 11)
     assert low(ids).logits.isfinite().all()
     torch.testing.assert_close(low.state_dict(), model.bfloat16().state_dict(), rtol=0, atol=0)
 

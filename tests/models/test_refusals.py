@@ -16,7 +16,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from fem import replace_attention
 from fem.models import preset
-from fem.models.presets import with_parameters
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
@@ -209,7 +208,7 @@ TABLE = [
     (lambda: preset("fem-sm-7b"), {}, ValueError, "preset must be one of"),
     (lambda: preset("fem-sm-tiny", mlp="wide"), {}, ValueError, "mlp must be one of narrowed, kept; got 'wide'"),
     (lambda: preset("fem-sm-tiny", mixer=3), {}, TypeError, "mixer must be a dict of mixer fields, got 3"),
-    (lambda: with_parameters(config(), 10), {}, ValueError, "the mixers leave no room for an MLP"),
+    (lambda: preset("fem-sm-tiny", intermediate_size=8), {}, ValueError, "the mixers leave no room for an MLP"),
     # A replacement, and calls of replaced models.
     *((made, {"model": model}, ANY, words) for words, model in UNKNOWN.items() for made in (replaced, fresh)),
     *((fresh, {"model": model, "prior_type": "linear"}, ValueError, CANNOT_TAKE) for model in CALLED_OTHERWISE),

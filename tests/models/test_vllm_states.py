@@ -154,20 +154,16 @@ def test_which_tokens_are_whose_is_read_on_the_host_once_for_all_layers(states, 
     [
         ({"mixer": {"use_conv": False}}, "no layer has a state"),
         ({"layer_priors": ["gla", "rnn_decay"]}, "layer 1 has another state"),
+        ({"layer_priors": ["gla", "mean_alone"]}, "layer 1 keeps keys and values, and its prior 'mean_alone' reads"),
         ({"layer_priors": ["gla", {"prior_type": "softmax", "n_kv_head": 2}]}, "layer 1 has 2 key heads"),
     ],
 )
-def test_what_slots_cannot_hold_is_refused_by_name(states, fields, reason):
+def test_what_slots_cannot_hold_is_refused_by_name(states, monkeypatch, fields, reason):
+    register(monkeypatch)
     config = FEMConfig(**SIZES, **fields)
     assert obstacle_to_states(config).startswith(reason)
     with pytest.raises(ValueError, match=reason):
         inside_vllm(states, FEMForCausalLM(config))
-
-
-def test_keys_and_values_that_are_read_otherwise_fit_no_slot(monkeypatch):
-    register(monkeypatch)
-    config = FEMConfig(**SIZES, layer_priors=["gla", "mean_alone"])
-    assert obstacle_to_states(config).startswith("layer 1 keeps keys and values, and its prior 'mean_alone' reads")
 
 
 def test_a_checkpoint_of_another_model_is_refused(states):

@@ -11,21 +11,14 @@ from importlib.util import find_spec
 import pytest
 
 
-def require(missing):
-    if not missing:
-        return
-    remedy = "pip install selenium and, on Debian, apt-get install chromium chromium-driver"
-    sentence = f"the page's test needs {' and '.join(missing)}, not found here: {remedy}."
-    if os.environ.get("CI") == "true":
-        pytest.fail(sentence)
-    pytest.skip(sentence)
-
-
 @contextmanager
 def chromium():
     programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    selenium = [] if find_spec("selenium") else ["selenium"]
-    require(selenium + [name for name, path in programs.items() if path is None])
+    missing = [name for name, found in {"selenium": find_spec("selenium"), **programs}.items() if not found]
+    if missing:
+        remedy = "pip install selenium and, on Debian, apt-get install chromium chromium-driver"
+        refuse = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        refuse(f"the page's test needs {' and '.join(missing)}, not found here: {remedy}.")
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()

@@ -110,11 +110,7 @@ class _Answer(BaseHTTPRequestHandler):
         ]
 
     def nothing(self) -> None:
-        self.send_response(404)
-        self.send_header("X-Error-Code", "EntryNotFound")
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        self.body(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
 
     def json(self, data) -> None:
         self.body(200, json.dumps(data).encode(), {"Content-Type": "application/json"})

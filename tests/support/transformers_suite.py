@@ -13,16 +13,18 @@ import subprocess
 import sys
 import tarfile
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from datetime import date
 from pathlib import Path
 
 import torch
 import transformers
 
+from fem.tables import markdown_table
+
 ROOT = Path(__file__).parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "free-energy-mixer"
 PRIORS = ("softmax", "softmax without C", "gla", "mamba", "llama")
+RESULTS = ("passed", "failed", "skipped")
 STUBS = {
     "__init__.py": "",
     "utils/__init__.py": "",
@@ -71,7 +73,7 @@ def run(prior: str, only: str | None) -> dict[str, object]:
     environment = os.environ | {"PYTHONPATH": paths, "FEM_SUITE_PRIOR": prior, "HF_HUB_OFFLINE": "1"}
     cases = Path(__file__).with_name("transformers_cases.py")
     subprocess.run([*command, "--import-mode=importlib", cases], env=environment, cwd=folder, stdout=sys.stderr)
-    results = {"passed": 0, "failed": 0, "skipped": 0}
+    results = dict.fromkeys(RESULTS, 0)
     failures = {}
     for case in ElementTree.parse(found).iter("testcase"):
         kinds = {part.tag: part for part in case}
@@ -96,18 +98,15 @@ def page(rows: list[dict]) -> str:
         "`inspect` makes, and scaled rotary angles, for which the suite looks in a module of their own; with C, "
         "and under priors with a state, also what transformers' own attention functions read.",
         "",
-        "| model | passed | failed | skipped |",
-        "| --- | ---: | ---: | ---: |",
-        *(f"| {row['prior']} | {row['passed']} | {row['failed']} | {row['skipped']} |" for row in rows),
-        "",
+        markdown_table([{"model": row["prior"]} | {kind: row[kind] for kind in RESULTS} for row in rows]),
     ]
-    counted = Counter(name for row in rows for name in row["failures"])
-    if counted:
-        lines += ["## Failed", "", "| test | models | says |", "| --- | --- | --- |"]
-        for name in counted:
-            said = [(row["prior"], row["failures"][name]) for row in rows if name in row["failures"]]
-            lines.append(f"| `{name}` | {', '.join(prior for prior, _ in said)} | {said[0][1].replace('|', '/')} |")
-        lines.append("")
+    failed = {}
+    for row in rows:
+        for name, said in row["failures"].items():
+            failed.setdefault(name, {"test": f"`{name}`", "models": [], "says": said})["models"].append(row["prior"])
+    if failed:
+        table = [found | {"models": ", ".join(found["models"])} for found in failed.values()]
+        lines += ["## Failed", "", markdown_table(table)]
     how = f"`python tests/support/transformers_suite.py`, torch {torch.__version__}, CPU, {date.today()}."
     return "\n".join([*lines, how, ""])
 

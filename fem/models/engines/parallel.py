@@ -5,15 +5,9 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from fem.config import FreeEnergyMixerConfig
+from fem.priors import OURS, PRIORS
 
 FEED_FORWARD = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
-PER_HEAD = {  # the projections of a prior whose outputs belong to single heads
-    "softmax": ("query", "key"),
-    "linear": ("query", "key"),
-    "gla": ("query", "key", "decay"),
-    "rnn_softmax": ("log_weight",),
-    "rnn_decay": ("decay",),
-}
 
 
 def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
@@ -24,7 +18,9 @@ def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
     """
     mixers = config.mixer_configs()
     plan = dict(FEED_FORWARD)
-    if all(mixer.prior_type in PER_HEAD and mixer.decay != "scalar" for mixer in mixers):
+    priors = [PRIORS[mixer.prior_type] for mixer in mixers]
+    by_heads = all(prior in OURS and prior.map_names for prior in priors)  # of the library's, an SSM alone has others
+    if by_heads and all(mixer.decay != "scalar" for mixer in mixers):
         for mixer in mixers:
             plan |= _of_mixer(mixer)
     return {f"layers.*.{name}": style for name, style in plan.items()}
@@ -44,7 +40,7 @@ def check_heads(config: PreTrainedConfig, processes: int) -> None:
 
 def _of_mixer(mixer: FreeEnergyMixerConfig) -> dict[str, str]:
     up = ".up" if mixer.gate_rank else ""  # of a slim gate the first map is shared by the heads
-    columns = ["value", *(f"prior.{name}" for name in PER_HEAD[mixer.prior_type])]
+    columns = ["value", *(f"prior.{name}" for name in PRIORS[mixer.prior_type].map_names)]
     columns += ["value_scale"] * mixer.use_conv
     columns += [f"gate.inner{up}"] * mixer.learns_lambda + [f"gate.outer{up}"] * mixer.use_outer_gate
     plan = dict.fromkeys(columns, "colwise") | {"output": "rowwise"}

@@ -54,12 +54,6 @@ def apply(
     return model
 
 
-def count_self_attentions(model: nn.Module) -> int:
-    """Number of self-attentions of a model, replaced ones included."""
-    sites, _, _ = _survey(model)
-    return len(sites)
-
-
 def _head(site: Site, prior_type: str, config: dict) -> FreeEnergyHead:
     if prior_type != "softmax":
         raise ValueError(
@@ -109,7 +103,7 @@ def _home(weight: Tensor, model: nn.Module) -> Tensor:
 
 def _chosen(model: nn.Module, layers: list[int] | None, before: int | None) -> dict[str, Site]:
     """The sites to replace, by their path in the model; `before`: how many a model had whose layers these were."""
-    sites, crossed, unknown = _survey(model)
+    sites, crossed, unknown = survey(model)
     if before is not None and (len(sites) > before or (layers is not None and len(sites) < before)):
         raise ValueError(
             f"the free energy was put into a part with {before} self-attentions, and {type(model).__name__} has "
@@ -142,7 +136,7 @@ def _chosen(model: nn.Module, layers: list[int] | None, before: int | None) -> d
     return {path: sites[path] for path in chosen}
 
 
-def _survey(model: nn.Module) -> tuple[dict[str, Site | None], list[str], list[str]]:
+def survey(model: nn.Module) -> tuple[dict[str, Site | None], list[str], list[str]]:
     """All self-attentions of the model by path, None for a replaced one; why each other attention is none of them: the
     cross-attentions, and those that are unknown."""
     families = [multihead, timm]

@@ -82,7 +82,8 @@ def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
     if "ALL_ATTENTION_FUNCTIONS" not in inspect.unwrap(type(module).forward).__globals__:
         raise Refused("it does not call transformers' attention functions; use a model class that does")
     heads = _first(module, HEADS) or _first(module.config, ("num_attention_heads", *HEADS))
-    width = _width(module, heads)
+    total = _first(module, ("embed_dim", "all_head_size", "inner_dim"))
+    width = _first(module, HEAD_WIDTHS) or (total // heads if total and heads else None)  # of values, if keys are wider
     if heads is None or width is None:
         raise Refused("neither it nor its config says how many heads it has, and how wide they are")
     first = next(part for name, part in module.named_children() if name in projections)
@@ -123,12 +124,6 @@ def _fresh_fields(module: nn.Module) -> dict:
     theta = rope.get(getattr(module, "layer_type", None), rope).get("rope_theta")
     turned = {"use_rope": False} if theta is None else {"use_rope": True, "rope_theta": theta}
     return {"causal": causal, "dropout": _dropout(module), "window": window} | turned
-
-
-def _width(module: nn.Module, heads: int | None) -> int | None:
-    """The width of a head: of its values, where queries are wider."""
-    width = _first(module, ("embed_dim", "all_head_size", "inner_dim"))
-    return _first(module, HEAD_WIDTHS) or (width // heads if width and heads else None)
 
 
 def _graft(attention: nn.Module, head: FreeEnergyHead) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from logging import INFO, WARNING
 
 import torch
@@ -25,18 +26,13 @@ def disagreements(model: nn.Module, compare: dict[str, Callable]) -> list[str]:
     """
     waiting, reasons, failed = set(compare), {}, ""
 
-    def listen(path: str, hook: Callable) -> Callable:
-        def note(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-            waiting.discard(path)
-            if (reason := hook(module, args, kwargs, output)) is not None:
-                reasons[path] = f"{path or 'it'} ({type(module).__name__}): {reason}"
-
-        return note
+    def note(path: str, module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        waiting.discard(path)
+        if (reason := compare[path](module, args, kwargs, output)) is not None:
+            reasons[path] = f"{path or 'it'} ({type(module).__name__}): {reason}"
 
     modules, training = dict(model.named_modules()), {module: module.training for module in model.modules()}
-    handles = [
-        modules[path].register_forward_hook(listen(path, hook), with_kwargs=True) for path, hook in compare.items()
-    ]
+    handles = [modules[path].register_forward_hook(partial(note, path), with_kwargs=True) for path in compare]
     try:
         model.eval()
         for name, part in modules.items():

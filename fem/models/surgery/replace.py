@@ -10,7 +10,7 @@ from torch import nn
 from fem.arguments import check_flags
 from fem.checks import unknown_field
 from fem.config import FreeEnergyMixerConfig
-from fem.models.surgery.graft import apply, count_self_attentions
+from fem.models.surgery.graft import apply, survey
 
 FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
 
@@ -80,7 +80,8 @@ def replace_attention(
     for part in saved:
         from fem.models.surgery.checkpoint import record
 
-        record(part, call | {"self_attentions": count_self_attentions(part)})
+        sites, _, _ = survey(part)
+        record(part, call | {"self_attentions": len(sites)})
     return model
 
 

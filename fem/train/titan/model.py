@@ -14,7 +14,7 @@ from torchtitan.protocols.module import ModuleDict
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from fem.models import FEMConfig, FEMForCausalLM
-from fem.models.arguments import read_documents
+from fem.models.arguments import Inputs
 from fem.models.engines.parallel import check_heads
 from fem.ops.common.shared import shared_by_layers
 from fem.projection import Projection
@@ -100,7 +100,7 @@ class FEMDecoder(BaseModel):
         """Logits of tokens (B, T), whose positions (B, T) restart where a document does."""
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         if self.sharing is None or positions is None:
-            documents = read_documents(x, None, positions, 0, None)
+            documents = Inputs(x, position_ids=positions).documents()
         else:  # named by the place in the row where they start, by which the parts know those that go on
             begin = self.sharing.get_local_rank() * x.shape[1]
             documents = torch.arange(begin, begin + x.shape[1], device=x.device) - positions

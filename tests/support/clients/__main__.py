@@ -17,6 +17,8 @@ from clients import commands  # noqa: F401  (registers its clients)
 from clients.programs import run_clients
 from clients.survey import Finding, model_types, survey
 
+from fem.tables import markdown_table
+
 RESULTS = ("right", "refused", "wrong", "crashed", "not run", "not built")
 
 
@@ -60,13 +62,7 @@ def page(clients: list[dict[str, str]], findings: list[Finding]) -> str:
         "run in a process of their own that does not import fem: the checkpoint's `auto_map` does, where they are told "
         "to trust its code. transformers' own tests of models have [a page](transformers_suite.md).",
         "",
-        "| library | version | item | result |",
-        "| --- | --- | --- | --- |",
-        *(
-            f"| {row['library']} | {row['version']} | {row['item']} | {row['result'].replace('|', '/')} |"
-            for row in clients
-        ),
-        "",
+        markdown_table(clients),
         "## Model types turned into FEM",
         "",
         f"Every model type that `AutoModel` of transformers {transformers.__version__} builds, made small with random "
@@ -77,24 +73,20 @@ def page(clients: list[dict[str, str]], findings: list[Finding]) -> str:
         "",
         f"`make clients`, torch {torch.__version__}, CPU, {date.today()}.",
         "",
-        "| result | model types |",
-        "| --- | --- |",
-        *(f"| {result} | {counts[result]} |" for result in RESULTS),
-        "",
+        markdown_table([{"result": result, "model types": counts[result]} for result in RESULTS]),
     ]
     for result in RESULTS[:4]:
         names = [found.model_type for found in findings if found.result == result]
         if names:
             lines += [f"**{result}**: {', '.join(f'`{name}`' for name in names)}", ""]
-    lines += ["### Not run and not built", "", "| why | model types |", "| --- | --- |"]
-    for why in (*WHY, OTHER):
-        names = [found.model_type for found in findings if found.result in RESULTS[4:] and reason_of(found) == why]
-        lines.append(f"| {why} | {len(names)}: {', '.join(f'`{name}`' for name in names)} |")
-    lines.append("")
-    refused = [found for found in findings if found.result in ("refused", "wrong", "crashed")]
-    lines += ["### Why", "", "| model type | why |", "| --- | --- |"]
-    lines += [f"| `{found.model_type}` | {found.reason.replace('|', '/')} |" for found in refused]
-    return "\n".join(lines) + "\n"
+    groups = {why: [] for why in (*WHY, OTHER)}
+    for found in findings:
+        if found.result in RESULTS[4:]:
+            groups[reason_of(found)].append(f"`{found.model_type}`")
+    table = [{"why": why, "model types": f"{len(names)}: {', '.join(names)}"} for why, names in groups.items()]
+    lines += ["### Not run and not built", "", markdown_table(table), "### Why", ""]
+    why = [{"model type": f"`{x.model_type}`", "why": x.reason} for x in findings if x.result in RESULTS[1:4]]
+    return "\n".join([*lines, markdown_table(why)])
 
 
 def reason_of(found: Finding) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModel, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
@@ -247,18 +248,8 @@ def _size(config: PreTrainedConfig, name: str, default: int) -> int:
 def outputs(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
     """All floating tensors that a call returns, in order."""
     uncached = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    return [x for x in _flat(model(**inputs, **uncached, return_dict=True)) if x.is_floating_point()]
-
-
-def _flat(value: object):
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _flat(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _flat(part)
+    found = tree_leaves(model(**inputs, **uncached, return_dict=True))
+    return [x for x in found if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

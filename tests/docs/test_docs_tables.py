@@ -1,6 +1,7 @@
-"""The page on configuration names every field with its default, and counts what a starting point costs."""
+"""Tables of pages: every field of the configuration with its default, what starting points cost, what priors can do."""
 
 import re
+import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -11,7 +12,12 @@ from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.models import FEMConfig
 from fem.models.engines.obstacles import obstacle_to_pages, obstacle_to_states
 
-PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+sys.path.insert(0, str(DOCS / "figures"))
+
+import matrix  # noqa: E402
+
+PAGE = (DOCS / "configuration.md").read_text()
 WRITTEN = dict(re.findall(r"^\| ([\w -]+) \| `(\.\w+\(512, 8.*?\))` \|", PAGE, re.MULTILINE))
 COUNTED = {name: counts for name, *counts in re.findall(r"^\| (.+?) \| ([\d,]+) \| ([\d,]+) \| (.+?) \|", PAGE, re.M)}
 
@@ -46,3 +52,7 @@ def engines(mixer: FreeEnergyMixerConfig) -> str:
     assert config.mixer_configs() == [mixer]
     assert obstacle_to_states(config) is None or not mixer.use_conv
     return f"{'all' if obstacle_to_pages(config) is None else 'vLLM'}, {config.head_dim}"
+
+
+def test_the_table_of_priors_is_what_was_found_by_trying():
+    assert matrix.table() in (DOCS / "limits.md").read_text()
