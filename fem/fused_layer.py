@@ -54,14 +54,13 @@ def untouched(maps: Sequence[nn.Module], slim: Sequence[SlimProjection], parts: 
 
 def _softmax_reads(layer, call: Call) -> bool:
     """No state before the call; a state is returned where no gradient is wanted, of padded rows where the layer is
-    causal. Windows and documents in eager calls without padding and states, of heads that FlexAttention reads at once;
-    a graph rather has it between what it fuses itself."""
+    causal. Windows and documents without padding and states, of heads that FlexAttention reads at once."""
     config, keep = layer.config, call.tokens.keep
     if config.backend not in ("auto", "sdpa"):
         return False
     if _bounded(layer, call):
         narrow = max(config.key_width, config.read_width) <= WIDEST
-        return narrow and keep is None and call.memory is None and not torch.compiler.is_compiling()
+        return narrow and keep is None and call.memory is None
     if keep is not None and (call.memory is None or not config.causal):
         return False
     if call.memory or (call.memory is not None and torch.is_grad_enabled()):
@@ -99,6 +98,7 @@ def mixed(
 
 
 def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
+    from fem.ops.softmax.fused.bounded_attention import with_lists
     from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
     tokens, order = call.tokens, None
@@ -117,7 +117,7 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
         return mixed_read(options, *tensors), None
     time, config = call.x.shape[1], layer.config
     seen = seen_keys(time, time, call.x.device, config.causal, config.window, call.tokens.document)
-    return mixed_read(options, *tensors, seen), None
+    return mixed_read(options, *tensors, with_lists(*seen)), None
 
 
 def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:

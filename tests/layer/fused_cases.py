@@ -303,18 +303,26 @@ def test_bfloat16_errs_no_more_than_the_form_of_torch_operations(name, spike, mo
     assert not above, above
 
 
-@pytest.mark.parametrize(
-    "name, spike",
-    [("split, conditioner", 0.0), ("gla", 0.0), ("linear, slim, split, conditioner", 0.0), ("gla, conditioner", 200.0)],
-)
-def test_one_graph_without_a_break(name, spike, monkeypatch):
-    """Also where linear attention is in doubt."""
+@pytest.mark.parametrize("name, documents, spike", [
+    ("split, conditioner", False, 0.0),
+    ("slim, grouped, conditioner", True, 200.0),
+    ("a window in both directions", False, 0.0),
+    ("gla", False, 0.0),
+    ("linear, slim, split, conditioner", False, 0.0),
+    ("gla, conditioner", False, 200.0),
+])  # fmt: skip
+def test_one_graph_without_a_break(name, documents, spike, monkeypatch):
+    """Also where values are in doubt, in documents and under a window."""
     layer, x = build(LAYERS[name]), torch.randn(2, 19, 20)
+    ids = torch.tensor([[0] * 5 + [1] * 14, [0] * 1 + [1] * 12 + [2] * 6]) if documents else None
     spread(layer, 1.0, spike)
     monkeypatch.setattr(type(layer.prior), "read", None)
-    wanted = trained(layer, x, torch.ones_like(x))
+    wanted = trained(layer, x, torch.ones_like(x), segment_ids=ids)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(trained(compiled, x, torch.ones_like(x)), wanted)
+    for captured in (False, True):  # then nothing is kept of others' kernels, which run again in the backward
+        for module in ("linear_attention", "softmax.fused"):
+            monkeypatch.setattr(f"fem.ops.{module}.mixed_read.captured", lambda device, answer=captured: answer)
+        torch.testing.assert_close(trained(compiled, x, torch.ones_like(x), segment_ids=ids), wanted)
 
 
 @pytest.mark.parametrize("how_many", ["some", "all"])

@@ -18,7 +18,7 @@ def scores(q, k, scale, causal):
     return s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -math.inf) if causal else s
 
 
-def attend_bounded(q, k, values, support):
+def attend_bounded(q, k, values, support, lists):
     seen = support.visible(q.shape[1], k.shape[1], q.device)
     s = scores(q, k, support.scale, False).masked_fill(~seen, -math.inf)
     wide = values.repeat_interleave(q.shape[2] // k.shape[2], 2)

@@ -172,6 +172,11 @@ def on(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device)
 
 
+def captured(device: torch.device) -> bool:
+    """Whether a CUDA graph may be made of what is launched now, which never is on the default stream."""
+    return device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
+
+
 def watched(module: nn.Module) -> bool:
     """Whether somebody's hook or other forward would not run if the module were not called."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.backend import on
+from fem.ops.common.backend import captured, on
 from fem.ops.common.joined import Biases, Weights, joined
 from fem.ops.common.operator import operator, refuse_second_derivatives
 from fem.ops.common.part_kernels import summed
@@ -62,7 +62,8 @@ def mixed_read(
     ups = value_scale, inner_up, inner_bias, outer_up, outer_bias
     tensors = (x, *_joined(x, weights, biases, ups), theta, cos, sin, opens)
     if torch.compiler.is_compiling():
-        return _operator(*tensors, list(map(int, options.form)), *options[1:])[0]
+        read = _operator if opens is None else _packed_operator  # which waits for the documents' borders
+        return read(*tensors, list(map(int, options.form)), *options[1:])[0]
     return _MixedRead.apply(*tensors, options)
 
 
@@ -244,22 +245,21 @@ def _through_second_maps(gates, ups, d_logits, d_gates) -> list[Tensor]:
     return found
 
 
-# --- for torch.compile: the same as two operators, which it does not look into ---------------------------------------
-# The first keeps the graph of another library's kernel, whose tensors are not among its results.
+# --- for torch.compile: the same as operators, which it does not look into --------------------------------------------
 
+_INPUTS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? value_scale, Tensor? inner_up, Tensor? inner_bias, "
+    "Tensor? outer_up, Tensor? outer_bias, Tensor? theta, Tensor? cos, Tensor? sin, Tensor? opens"
+)
 _OPTIONS = "int[] form, float eps, float beta_start"
-_operator = operator(
-    "linear_mixed_read(Tensor x, Tensor weight, Tensor? bias, Tensor? value_scale, Tensor? inner_up, "
-    "Tensor? inner_bias, Tensor? outer_up, Tensor? outer_bias, Tensor? theta, Tensor? cos, Tensor? sin, "
-    f"Tensor? opens, {_OPTIONS}) -> Tensor[]"
-)(_mixed_forward)
-_operator_backward = operator(
-    f"linear_mixed_read_backward(Tensor grad, Tensor?[] tensors, Tensor[] kept, {_OPTIONS}) -> Tensor[]", graphed=True
-)(_mixed_backward)
 
 
-@_operator.register_fake
-def _(x, weight, *inputs):
+def _uncaptured(*inputs) -> list[Tensor]:
+    """`_mixed_forward`, which keeps the graph of another library's kernel only where no CUDA graph is made of it."""
+    return _mixed_forward(*inputs, differentiated=not captured(inputs[0].device))
+
+
+def _shapes(x, weight, *inputs) -> list[Tensor]:
     """The shapes of what `_mixed_forward` returns."""
     form, empty = Form(*inputs[_TENSORS - 2]), lambda: x.new_empty(0)
     heads = lambda width: x.new_empty(*x.shape[:2], form.heads, width)  # noqa: E731
@@ -275,18 +275,23 @@ def _(x, weight, *inputs):
     return [heads(form.width), *kept, heads(form.mean), heads(form.free)]
 
 
-@_operator_backward.register_fake
-def _(grad, tensors, kept, *options):
-    return [x.new_empty(x.shape) for x in tensors[:_LEARNT] if x is not None]
-
-
 def _save(ctx, inputs, output):
     ctx.options = inputs[_TENSORS:]
     ctx.save_for_backward(*inputs[:_TENSORS], *output[1:])
 
 
-def _differentiate(ctx, grads):
-    return *_gradients(_operator_backward, ctx, grads[0]), None, None, None
+def _declared(name: str, graphed: bool) -> Callable[..., list[Tensor]]:
+    """The operator of that name, differentiable by one behind it."""
+    forward = operator(f"{name}({_INPUTS}, {_OPTIONS}) -> Tensor[]", graphed)(_uncaptured)
+    backward = operator(
+        f"{name}_backward(Tensor grad, Tensor?[] tensors, Tensor[] kept, {_OPTIONS}) -> Tensor[]", graphed
+    )(_mixed_backward)
+    forward.register_fake(_shapes)
+    backward.register_fake(lambda grad, tensors, *_: [x.new_empty(x.shape) for x in tensors[:_LEARNT] if x is not None])
+    forward.register_autograd(
+        lambda ctx, grads: (*_gradients(backward, ctx, grads[0]), None, None, None), setup_context=_save
+    )
+    return forward
 
 
-_operator.register_autograd(_differentiate, setup_context=_save)
+_operator, _packed_operator = _declared("linear_mixed_read", True), _declared("linear_packed_read", False)

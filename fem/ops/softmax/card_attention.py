@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -41,13 +41,17 @@ _CUDNN, _FLASH, _EFFICIENT = (
 
 
 def attend_on_card(
-    q: Float[Tensor, "b tq h d"], k: Float[Tensor, "b t hkv d"], values: Float[Tensor, "b t hkv w"], support: Support
+    q: Float[Tensor, "b tq h dk"],
+    k: Float[Tensor, "b t hkv dk"],
+    values: Float[Tensor, "b t hkv w"],
+    support: Support,
+    lists: Sequence[Tensor] = (),
 ) -> tuple[Float[Tensor, "b tq h w"], Float[Tensor, "b h tq"] | None]:
     """p @ values, and lse, -inf in rows without keys; None: there are none.
 
-    By scaled dot product attention where causality is all, by FlexAttention elsewhere. Widths are equal multiples of
-    16, which every fused kernel takes, and key heads are repeated in float32 and above 256 columns, where the fused
-    kernel knows no groups.
+    By scaled dot product attention where causality is all, by FlexAttention elsewhere; lists: the `block_lists` of the
+    support, where they are known. Widths are equal multiples of 16, which every fused kernel takes, and key heads are
+    repeated in float32 and above 256 columns, where the fused kernel knows no groups.
     """
     width, heads = values.shape[-1], q.shape[2]
     if not width:
@@ -61,7 +65,8 @@ def attend_on_card(
     options = {"scale": support.scale, "enable_gqa": guarded(q.shape[1] != k.shape[1])}
     if support.restricted:
         score = None if support.bias is None else _biased(support.bias)
-        blocks = block_mask(support, q.shape[2], k.shape[2], q.device)
+        sizes = q.shape[2], k.shape[2]
+        blocks = block_mask(support, *sizes, lists or block_lists(support, *sizes, q.device))
         out, lse = _flex(q, k, values, score, blocks, **options)
     else:
         with _kernels(columns) if q.is_cuda else contextlib.nullcontext():
@@ -115,13 +120,11 @@ def _biased(bias: Float[Tensor, "#b #h #tq #t"]):
 
 
 @shared
-def block_mask(support: Support, queries: int, keys: int, device: torch.device):
-    """The blocks of keys that each block of queries sees in part and in whole, from its bounds: no T x T mask."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    stored = lambda x: x.as_strided(x.shape, x.stride())  # noqa: E731  (inductor stores what a mask captures only so)
-    first, end = (stored(x.int().contiguous()) for x in bounds(support, queries, keys, device))
-    keep = None if support.keep is None else stored(support.keep.contiguous())
+def block_lists(support: Support, queries: int, keys: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Which blocks of keys each block of queries sees in part and in whole, and the reverse, as FlexAttention's kernels
+    take them: from the queries' bounds, by no T x T mask.
+    """
+    first, end = bounds(support, queries, keys, device)
     # Neither bound falls with the queries: the opening query of a block has its least, the closing one its greatest.
     opens = torch.arange(0, queries, _TILE, device=device)
     closes = (opens + _TILE - 1).clamp_max(queries - 1)
@@ -130,23 +133,32 @@ def block_mask(support: Support, queries: int, keys: int, device: torch.device):
     bottom = top + _TILE
     some = (top < most[1]) & (bottom > least[0])
     full = (top >= most[0]) & (bottom <= least[1])  # a ragged last block never is
-    if keep is not None:
-        count = F.pad(keep.int(), (0, -keys % _TILE)).unflatten(1, (-1, _TILE)).sum(2)[:, None]
+    if support.keep is not None:
+        count = F.pad(support.keep.int(), (0, -keys % _TILE)).unflatten(1, (-1, _TILE)).sum(2)[:, None]
         some, full = some & (count > 0), full & (count == _TILE)
-    chosen = torch.stack(torch.broadcast_tensors(some & ~full, full))[:, :, None]
-    listed = {}
-    for side, blocks in (("kv", chosen), ("q", chosen.mT.contiguous())):  # the kernels take lists in one piece
+    chosen, lists = torch.stack(torch.broadcast_tensors(some & ~full, full))[:, :, None], []
+    for blocks in (chosen, chosen.mT.contiguous()):  # the kernels take lists in one piece
         others, order = (~blocks).int().sort(dim=-1, stable=True)
         # Not a sum of the blocks, which inductor of PyTorch 2.11 fails to fuse where rows and columns are as many.
         order, counts = order.int(), others.shape[-1] - others.sum(-1, dtype=torch.int32)
-        listed |= {f"{side}_num_blocks": counts[0], f"full_{side}_num_blocks": counts[1]}
-        listed |= {f"{side}_indices": order[0], f"full_{side}_indices": order[1]}
+        lists += [counts[0], order[0], counts[1], order[1]]
+    return tuple(lists)
+
+
+def block_mask(support: Support, queries: int, keys: int, lists: Sequence[Tensor]):
+    """FlexAttention's mask of a support."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    stored = lambda x: x.as_strided(x.shape, x.stride())  # noqa: E731  (inductor stores what a mask captures only so)
+    bounded = bounds(support, queries, keys, lists[0].device)
+    first, end = (stored(x.int().contiguous()) for x in bounded)
+    keep = None if support.keep is None else stored(support.keep.contiguous())
     many, per_row = int(len(first) > 1), int(keep is not None and len(keep) > 1)
 
     inside = lambda b, h, row, key: (first[b * many, row] <= key) & (key < end[b * many, row])  # noqa: E731
     kept = lambda b, h, row, key: inside(b, h, row, key) & keep[b * per_row, key]  # noqa: E731
     sees = inside if keep is None else kept
-    return BlockMask(seq_lengths=(queries, keys), **listed, BLOCK_SIZE=(_TILE, _TILE), mask_mod=sees)
+    return BlockMask((queries, keys), *lists, BLOCK_SIZE=(_TILE, _TILE), mask_mod=sees)
 
 
 def compiled_on_card(function: Callable, x: Tensor) -> Callable:

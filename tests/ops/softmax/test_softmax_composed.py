@@ -132,7 +132,8 @@ def test_blocks_hold_every_key_that_a_row_sees_and_whole_ones_no_other():
     cpu, tile = torch.device("cpu"), card._TILE
     tokens, _ = read_tokens((2, 700), cpu, None, torch.arange(700).expand(2, -1) // 300)
     rules = support(700, 700, cpu, True, 1.0, 200, None, tokens)
-    mask, allowed = card.block_mask(rules, 700, 700, cpu), rules.visible(700, 700, cpu)[:, 0]
+    mask = card.block_mask(rules, 700, 700, card.block_lists(rules, 700, 700, cpu))
+    allowed = rules.visible(700, 700, cpu)[:, 0]
     for b in range(2):
         for row in range(-(-700 // tile)):
             count, full = mask.kv_num_blocks[b, 0, row], mask.full_kv_num_blocks[b, 0, row]

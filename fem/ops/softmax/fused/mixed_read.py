@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import on
+from fem.ops.common.backend import captured, on
 from fem.ops.common.joined import joined
 from fem.ops.common.operator import operator, refuse_second_derivatives
 from fem.ops.common.part_kernels import sum_all
@@ -28,7 +28,6 @@ from fem.ops.softmax.fused import elementwise_kernels as K
 from fem.ops.softmax.fused.doubt import Doubt, Known, settle, through_doubt
 from fem.ops.softmax.fused.layer_form import Form, Options, Sizes, row_stride, rows_of_tile, sizes_of, strides
 
-Bounds = tuple[Int[Tensor, "#b t"], Int[Tensor, "#b t"]]  # the first key that a token sees, and the first one behind
 BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
 
 
@@ -45,11 +44,11 @@ def mixed_read(
     theta: Float[Tensor, "hkv df"] | None,
     cos: Float[Tensor, "t p"] | Float[Tensor, "b t p"] | None,
     sin: Float[Tensor, "t p"] | Float[Tensor, "b t p"] | None,
-    bounds: Bounds | None = None,
+    seen: Sequence[Tensor] = (),
 ) -> Float[Tensor, "b t h d"]:
     """o of a whole sequence of 16-bit numbers, differentiable once.
 
-    cos and sin are float32. bounds are for eager calls; None: a token sees all keys, or if causal those up to it.
+    cos and sin are float32. seen: of `bounded_attention`; empty: a token sees all keys, or if causal those up to it.
     weights, biases: of the maps of x, in the order of the product's columns; a bias of None is 0, as those of slim
     gates' first maps are. value_scale: W_v. inner_up to outer_bias: the second maps. theta: of beta, 1 without one.
     Raises RuntimeError where its gradient is to be differentiated.
@@ -57,8 +56,8 @@ def mixed_read(
     weight, bias, others = joined(x, weights, biases, (value_scale, inner_up, inner_bias, outer_up, outer_bias))
     tensors = (x, weight, bias, *others, theta, cos, sin)
     if torch.compiler.is_compiling():
-        return _operator(*tensors, list(map(int, options.form)), *options[1:])[0]
-    return _MixedRead.apply(options, bounds, *tensors)
+        return _operator(*tensors, list(seen), list(map(int, options.form)), *options[1:])[0]
+    return _MixedRead.apply(options, seen, *tensors)
 
 
 def prefill(options: Options, weights, biases, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +66,7 @@ def prefill(options: Options, weights, biases, x: Tensor, *tensors: Tensor | Non
     weight, bias, others = joined(x, weights, biases, others)
     inputs, form = (x, weight, bias, *others, theta, cos, sin), options.form
     if torch.compiler.is_compiling():
-        o, joint, *rest = _operator(*inputs, list(map(int, form)), *options[1:])
+        o, joint, *rest = _operator(*inputs, [], list(map(int, form)), *options[1:])
     else:
         o, joint, *rest = _mixed_forward(*inputs, *options)
     _, k, v, *_ = form.parts(joint)
@@ -83,17 +82,17 @@ class _MixedRead(torch.autograd.Function):
     """o, in eager calls; a compiled graph has the operators below."""
 
     @staticmethod
-    def forward(ctx, options, bounds, *tensors):
-        kept = _mixed_forward(*tensors, *options, bounds=bounds, differentiated=any(ctx.needs_input_grad))
+    def forward(ctx, options, seen, *tensors):
+        kept = _mixed_forward(*tensors, *options, seen=seen, differentiated=any(ctx.needs_input_grad))
         ctx.save_for_backward(*tensors, *kept)
-        ctx.options, ctx.bounds = options, bounds
+        ctx.options, ctx.seen = options, seen
         return kept[0]
 
     @staticmethod
     def backward(ctx, grad):
         refuse_second_derivatives()
         saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
-        gradients = _mixed_backward(grad, saved, *ctx.options, bounds=ctx.bounds)
+        gradients = _mixed_backward(grad, saved, *ctx.options, seen=ctx.seen)
         return None, None, *_of_inputs(gradients, saved), None, None
 
 
@@ -119,7 +118,7 @@ def _on_its_device(function: Callable) -> Callable:
 
 
 @_on_its_device
-def _mixed_forward(*inputs, bounds: Bounds | None = None, differentiated: bool = False) -> list[Tensor]:
+def _mixed_forward(*inputs, seen: Sequence[Tensor] = (), differentiated: bool = False) -> list[Tensor]:
     """o, and what the backward needs: the product, [v | e] and f where they are other tensors, where a free energy is
     read beta, the scheme and the flags, [mean | R] where o is another tensor, and the logarithms of attention's sums.
     """
@@ -134,10 +133,10 @@ def _mixed_forward(*inputs, bounds: Bounds | None = None, differentiated: bool =
         h = x[..., x.shape[2] - form.context :]
         both, f, beta, scheme = _launch_pack(v, h, value_scale, theta, start, form, sizes)
         kept += [both, f] if form.apart else [both]
-    if bounds is None:
+    if not seen:
         out, lse = fused_attention.kernel_attention(q, k, both, scale, form.causal, form.kernel)
     else:
-        out, lse = bounded_attention.bounded_attention(q, k, both, scale, form.causal, *bounds, differentiated)
+        out, lse = bounded_attention.bounded_attention(q, k, both, scale, form.causal, seen, differentiated)
     if not form.mixes:
         return [out, *kept, lse]
     gates = [out if gate is None else gate for gate in gates]  # which no kernel reads
@@ -148,7 +147,7 @@ def _mixed_forward(*inputs, bounds: Bounds | None = None, differentiated: bool =
     )
     if not form.free:
         return [o, *kept, out, lse]
-    known = Known(q, k, f, lse, out, *(bounds or (None, None)), scheme, beta)
+    known = Known(q, k, f, lse, out, *(seen[:2] or (None, None)), scheme, beta)
     settle(known, o, flags, gates, ups, o, scale, eps, form, sizes)
     return [o, *kept, beta, scheme, flags, out, lse]
 
@@ -168,7 +167,7 @@ def _mixed_backward(
     scale: float,
     eps: float,
     start: float,
-    bounds: Bounds | None = None,
+    seen: Sequence[Tensor] = (),
 ) -> list[Tensor | None]:
     """Gradients of x, weight, bias and W_v; of the second maps of slim gates, one behind the other, and of their
     biases; and of theta."""
@@ -181,7 +180,7 @@ def _mixed_backward(
     f = _free_values(form, v, both, rest.pop(0) if form.apart else None)
     beta, scheme, flags, out = rest if form.free else (None, None, None, rest[0] if form.mixes else o)
     sizes, h = sizes_of(form, *q.shape[:2]), x[..., x.shape[2] - form.context :]
-    known = Known(q, k, f, lse, out, *(bounds or (None, None)), scheme, beta)
+    known = Known(q, k, f, lse, out, *(seen[:2] or (None, None)), scheme, beta)
     doubtful = Doubt.of(q, beta, form, sizes) if form.free else None
 
     d_bias, d_theta = (None if y is None else torch.empty_like(y) for y in (bias, theta))
@@ -207,11 +206,11 @@ def _mixed_backward(
         d_out, d_ups = _through_gates(
             d_out, known, flags, doubtful, o, joint, gates, ups, d_gates, gate_parts, form, scale, eps, sizes
         )
-    if bounds is None:
+    if not seen:
         inputs = d_out, q, k, both, out, lse, scale, form.causal, form.kernel
         d_q, d_k, d_both = fused_attention.kernel_attention_backward(*inputs)
     else:
-        inputs = d_out, q, k, both, out, scale, form.causal, *bounds
+        inputs = d_out, q, k, both, out, scale, form.causal, seen
         d_q, d_k, d_both = bounded_attention.bounded_attention_backward(*inputs)
     raised = theta_parts = d_eta = None
     if form.free:
@@ -314,10 +313,11 @@ _MIXED_INPUTS = (
 _OPTIONS = "int[] form, float scale, float eps, float beta_start"
 
 
-@operator(f"mixed_read({_MIXED_INPUTS}, {_OPTIONS}) -> Tensor[]", graphed=True)
+@operator(f"mixed_read({_MIXED_INPUTS}, Tensor[] seen, {_OPTIONS}) -> Tensor[]", graphed=True)
 def _operator(*inputs):
-    *tensors, form, scale, eps, start = inputs
-    return _mixed_forward(*tensors, Form(*form), scale, eps, start)
+    *tensors, seen, form, scale, eps, start = inputs
+    options = Form(*form), scale, eps, start
+    return _mixed_forward(*tensors, *options, seen=seen, differentiated=not captured(tensors[0].device))
 
 
 @_operator.register_fake
@@ -337,10 +337,13 @@ def _(*inputs):
     return [o, *kept, beta, scheme, flags, head(form.mean + form.free), lse]
 
 
-@operator(f"mixed_read_backward(Tensor grad, {_MIXED_INPUTS}, Tensor[] kept, {_OPTIONS}) -> Tensor[]", graphed=True)
+@operator(
+    f"mixed_read_backward(Tensor grad, {_MIXED_INPUTS}, Tensor[] kept, Tensor[] seen, {_OPTIONS}) -> Tensor[]",
+    graphed=True,
+)
 def _operator_backward(grad, *inputs):
-    *tensors, kept, form, scale, eps, start = inputs
-    gradients = _mixed_backward(grad, [*tensors, *kept], Form(*form), scale, eps, start)
+    *tensors, kept, seen, form, scale, eps, start = inputs
+    gradients = _mixed_backward(grad, [*tensors, *kept], Form(*form), scale, eps, start, seen)
     return [d for d in gradients if d is not None]
 
 
@@ -353,19 +356,20 @@ def _(grad, *inputs):
 
 
 def _save(ctx, inputs, output):
-    ctx.options = inputs[_TENSORS:]
-    ctx.save_for_backward(*inputs[:_TENSORS], *output)
+    *tensors, seen, form, scale, eps, start = inputs
+    ctx.count, ctx.options = len(seen), (form, scale, eps, start)
+    ctx.save_for_backward(*tensors, *seen, *output)
 
 
 def _differentiate(ctx, grads):
-    saved = ctx.saved_tensors  # read once, as above
-    inputs, kept = saved[:_TENSORS], saved[_TENSORS:]
-    found = iter(_operator_backward(grads[0], *inputs, list(kept), *ctx.options))
+    saved, begin = ctx.saved_tensors, _TENSORS + ctx.count  # read once, as above
+    inputs, seen, kept = saved[:_TENSORS], saved[_TENSORS:begin], saved[begin:]
+    found = iter(_operator_backward(grads[0], *inputs, list(kept), list(seen), *ctx.options))
     _, _, bias, scale, inner_up, inner_bias, outer_up, outer_bias, theta, *_ = inputs
     slim, biased = (inner_up, outer_up) != (None, None), (inner_bias, outer_bias) != (None, None)
     there = (True, True, bias is not None, scale is not None, slim, biased, theta is not None)
     gradients = [next(found) if is_there else None for is_there in there]
-    return *_of_inputs(gradients, inputs), *[None] * 6
+    return *_of_inputs(gradients, inputs), None, None, [None] * ctx.count, *[None] * 4
 
 
 _operator.register_autograd(_differentiate, setup_context=_save)
