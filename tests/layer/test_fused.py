@@ -113,12 +113,6 @@ def test_only_what_the_fused_form_computes_fits(there, case):
             assert fused_layer.fits(layer, opened)
 
 
-def test_a_graph_fuses_what_stands_around_a_window_itself(there, monkeypatch):
-    calls = [(layer, call(layer, torch.randn(2, 5, 16).bfloat16())) for layer in (build(), build(window=4))]
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert [fused_layer.fits(*one) for one in calls] == [True, False]
-
-
 def test_a_cpu_takes_the_plain_way():
     layer = build()
     assert not fused_layer.fits(layer, call(layer, torch.randn(2, 5, 16).bfloat16()))
