@@ -21,7 +21,7 @@ from fem.models.presets import with_parameters
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
 config = small_config
-IDS, ONES = tokens(2, 5), torch.ones(2, 5, dtype=torch.long)
+IDS, ONES, ROW = tokens(2, 5), torch.ones(2, 5, dtype=torch.long), torch.zeros(1, 3, 32)
 TUPLES = ((torch.zeros(1, 2, 3, 4),) * 2,)
 SLIDING = Cache(layers=[DynamicSlidingWindowLayer(4)])
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -81,9 +81,9 @@ def asks_its_cache_for_keys():
     return transformers.MllamaForCausalLM(transformers.MllamaTextConfig(**sizes, **heads))
 
 
-def of_another_sequence():
-    x, memory = torch.randn(1, 3, 32), torch.randn(1, 5, 32)
-    replace_attention(nn.MultiheadAttention(32, 4, batch_first=True))(x, memory, memory)
+def multihead(x, memory=None, **masks):
+    memory = x if memory is None else memory
+    replace_attention(nn.MultiheadAttention(32, 4, batch_first=True))(x, memory, memory, **masks)
 
 
 def with_a_mask_of_tokens():
@@ -216,7 +216,9 @@ TABLE = [
     (replaced, {"model": with_a_head_beside_it, "layers": [0]}, ValueError, "call replace_attention on its LlamaForC"),
     (fresh, {"model": lambda: decoder("gpt2"), "causal": False}, ValueError, "causal is set by the original to True"),
     (fresh, {"model": lambda: decoder("gpt2"), "n_embd": 64}, ValueError, "n_embd is set by the original"),
-    (of_another_sequence, {}, ValueError, "one tensor"),
+    (multihead, {"x": ROW, "memory": ROW[:, 1:]}, ValueError, "one tensor"),
+    (multihead, {"x": torch.nested.nested_tensor([ROW[0]])}, TypeError, "dense tensor, got a nested tensor"),
+    (multihead, {"x": ROW, "key_padding_mask": ONES[:1, :3]}, TypeError, "mask must be bool, or float.*torch.int64"),
     (with_a_mask_of_tokens, {}, ValueError, "set_attn_implementation"),
     (by_a_function_of_its_own, {}, ValueError, "LlamaAttention does not call transformers' attention functions"),
     (generated_by_fresh_mixers, {"cache_implementation": "static", "disable_compile": True}, ValueError, "DynamicCach"),
