@@ -110,9 +110,18 @@ def tokens_read_by(
 def masks_of(
     config: PreTrainedConfig, kinds: set[str], x: Tensor, attention_mask, position_ids: Tensor, cache: Cache | None
 ) -> dict:
-    """The engine's mask for each kind of layer; transformers makes it in the form that config names."""
+    """The engine's mask for each kind of layer; transformers makes it in the form that config names.
+
+    Raises TypeError on a mask of pairs that transformers' eager attention would add to scores as zeros and ones.
+    """
     if isinstance(attention_mask, dict):
         return attention_mask
+    by_pairs = attention_mask is not None and not is_of_tokens(attention_mask)
+    if config._attn_implementation == "eager" and by_pairs and not attention_mask.is_floating_point():
+        raise TypeError(
+            f"attention_mask of pairs must hold numbers that 'eager' adds to scores, got dtype {attention_mask.dtype}; "
+            "'sdpa' takes booleans."
+        )
     make = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
     options = {"attention_mask": attention_mask, CACHE: cache, "position_ids": position_ids}
     return {kind: make[kind](config=config, inputs_embeds=x, **options) for kind in kinds}
