@@ -46,10 +46,10 @@ def served(use):
     return use(model)
 
 
-def eagerly(**given):
-    """A call of a model that transformers' own eager attention reads."""
+def attended(engine, **given):
+    """A call of a model that an attention of transformers reads."""
     model = small_model(mixer={"use_conv": False})
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation(engine)
     return model(IDS, **given)
 
 
@@ -207,7 +207,10 @@ TABLE = [
     (continued, {"use": lambda m, c: c.update(ONES, ONES, 0)}, TypeError, "states of FEM layers"),
     (continued, {"use": lambda m, c: small_model(prior_type="gla")(IDS, past_key_values=c)}, ValueError, "another"),
     (call, {"attention_mask": torch.ones(2, 1, 5, 5)}, ValueError, "attn_implementation='sdpa'"),
-    (eagerly, {"attention_mask": torch.ones(2, 1, 5, 5).bool()}, TypeError, "eager.*torch.bool; 'sdpa' takes booleans"),
+    *(
+        (attended, {"engine": name, "attention_mask": torch.ones(2, 1, 5, 5).bool()}, TypeError, f"{name}.* torch.bool")
+        for name in ("eager", "flex_attention")
+    ),
     # What cannot hold the conditioner's state.
     (served, {"use": lambda m: m.set_attn_implementation("vllm")}, ValueError, "conditioner"),
     (served, {"use": lambda m: m.generate_batch([[5, 3]], GenerationConfig(max_new_tokens=2))}, ValueError, "conditio"),

@@ -112,15 +112,15 @@ def masks_of(
 ) -> dict:
     """The engine's mask for each kind of layer; transformers makes it in the form that config names.
 
-    Raises TypeError on a mask of pairs that transformers' eager attention would add to scores as zeros and ones.
+    Raises TypeError on a mask of pairs that transformers would add to scores as zeros and ones.
     """
     if isinstance(attention_mask, dict):
         return attention_mask
-    by_pairs = attention_mask is not None and not is_of_tokens(attention_mask)
-    if config._attn_implementation == "eager" and by_pairs and not attention_mask.is_floating_point():
+    by_pairs, name = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4, config._attn_implementation
+    if name in ("eager", "flex_attention") and by_pairs and not attention_mask.is_floating_point():
         raise TypeError(
-            f"attention_mask of pairs must hold numbers that 'eager' adds to scores, got dtype {attention_mask.dtype}; "
-            "'sdpa' takes booleans."
+            f"attention_mask of pairs must hold numbers that {name!r} adds to scores, got dtype "
+            f"{attention_mask.dtype}; 'sdpa' takes booleans."
         )
     make = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
     options = {"attention_mask": attention_mask, CACHE: cache, "position_ids": position_ids}
