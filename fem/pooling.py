@@ -137,7 +137,7 @@ class FreeEnergyPooling(AsksNoDecay, nn.Module):
         move(self, device, dtype)
 
     def reset_parameters(self) -> None:
-        """Draw the queries and all weights anew."""
+        """Draw the queries anew."""
         nn.init.normal_(self.query)
 
     def forward(

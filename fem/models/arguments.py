@@ -180,9 +180,19 @@ class Inputs(NamedTuple):
         return whole_rows(tuple(self.x.shape[:2]), self.x.device, given.mask(), documents)
 
     def masks(self, config: PreTrainedConfig, kinds: set[str], cache: Cache | None) -> dict:
-        """The engine's mask for each kind of layer; transformers makes it in the form that config names."""
-        if isinstance(self.attention_mask, dict):
-            return self.attention_mask
+        """The engine's mask for each kind of layer; transformers makes it in the form that config names.
+
+        Raises TypeError on a mask of pairs that transformers would add to scores as zeros and ones.
+        """
+        mask, name = self.attention_mask, config._attn_implementation
+        if isinstance(mask, dict):
+            return mask
+        by_pairs = mask is not None and mask.dim() == 4
+        if name in ("eager", "flex_attention") and by_pairs and not mask.is_floating_point():
+            raise TypeError(
+                f"attention_mask of pairs must hold numbers that {name!r} adds to scores, got dtype {mask.dtype}; "
+                "'sdpa' takes booleans."
+            )
         make = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
-        options = {"attention_mask": self.attention_mask, CACHE: cache, "position_ids": self.position_ids}
+        options = {"attention_mask": mask, CACHE: cache, "position_ids": self.position_ids}
         return {kind: make[kind](config=config, inputs_embeds=self.x, **options) for kind in kinds}

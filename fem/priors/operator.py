@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class OperatorPrior(Prior):
     and at the first call where op has a negative weight, is not linear, not causal or mixes channels. Raises ValueError
     where op changes the shape and on fields that it cannot follow: causal=False, normalize=False, n_kv_head, window,
     free_share, value_logexp_cap; TypeError on an op that cannot be called, or that changes the dtype. op runs in
-    float32 at least, its parameters too.
+    float32 at least, its parameters and buffers too.
     """
 
     name = "operator"
@@ -112,7 +113,8 @@ class OperatorPrior(Prior):
         """op of x in float32 at least, on a copy: an op may work in place."""
         narrow = {}
         if isinstance(self.op, nn.Module):
-            narrow = {name: p.float() for name, p in self.op.named_parameters() if upcast(p).dtype != p.dtype}
+            held = chain(self.op.named_parameters(), self.op.named_buffers())
+            narrow = {name: part.float() for name, part in held if part.dtype in (torch.bfloat16, torch.float16)}
         with without_autocast(x.device):
             y = torch.func.functional_call(self.op, narrow, (x.clone(),)) if narrow else self.op(x.clone())
         if not isinstance(y, Tensor) or y.shape != x.shape:

@@ -241,6 +241,13 @@ def test_an_unknown_task_is_one_sentence_and_leaves_no_folder(folder, tasks, off
     assert list(tmp_path.iterdir()) in ([], [tmp_path / "cache"])
 
 
+def test_a_folder_that_cannot_be_is_said_before_anything_is_scored(folder, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: pytest.fail("scored for hours, and nowhere to write it"))
+    with pytest.raises(FileExistsError):
+        evaluation.run(evaluation.EvalRecipe(model=str(folder), tasks="made_up"), tmp_path / "file" / "run")
+
+
 PRINTED = """
 4.44 1  3.38 2  7.63 0  5.75 0  6.63 2  4.56 1  2.06 9  5.63 0  3.88 1
 4.38 1  4.25 1  5.44 3  6.50 1  6.63 0  4.81 1  3.31 2  1.81 8  9.38 0  6.56 2

@@ -88,6 +88,14 @@ def test_a_stopped_run_leaves_the_earlier_one_as_it_was(tmp_path, stop):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_run_is_written_on_the_disk_of_its_folder(tmp_path):
+    (tmp_path / "run").mkdir()  # a volume of a container, say: files of its parent cannot be renamed into it
+    with open_run(tmp_path / "run", "test", Recipe()) as run:
+        assert run.folder.parent == tmp_path / "run"
+        run.finish({})
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.json", "results.json"]
+
+
 STRANGERS = {  # what may lie in an output folder, and what the refusal says
     "a user's file": ({"results.json": "{}"}, "be empty or the folder of the same run.*results.json"),
     "a broken config": ({"config.json": "{", "report.md": "mine"}, "be empty or the folder of the same run"),

@@ -17,9 +17,11 @@ class Filter(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.taps = torch.nn.Parameter(torch.tensor([1.0, 0.3]))
+        self.register_buffer("fixed", torch.eye(2))
+        self.register_buffer("order", torch.arange(2))
 
     def forward(self, x):
-        return torch.stack([x, torch.nn.functional.pad(x, (0, 0, 1, -1))], -1) @ self.taps
+        return torch.stack([x, torch.nn.functional.pad(x, (0, 0, 1, -1))], -1) @ self.fixed[self.order] @ self.taps
 
 
 def with_operator(op, dtype=torch.float32):
@@ -33,7 +35,7 @@ def test_an_operator_may_work_in_place():
     torch.testing.assert_close(with_operator(lambda z: z.cumsum_(1))(x), wanted, rtol=0, atol=0)
 
 
-def test_an_operator_with_parameters_runs_in_a_half_precision_layer():
+def test_an_operator_with_parameters_and_buffers_runs_in_a_half_precision_layer():
     x = tokens(dtype=torch.bfloat16)
     layer = with_operator(Filter(), torch.bfloat16)
     y = layer(x)

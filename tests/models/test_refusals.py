@@ -20,7 +20,7 @@ from fem.models import preset
 pytestmark = pytest.mark.usefixtures("as_users_run")
 
 config = small_config
-IDS, ONES = tokens(2, 5), torch.ones(2, 5, dtype=torch.long)
+IDS, ONES, ROW = tokens(2, 5), torch.ones(2, 5, dtype=torch.long), torch.zeros(1, 3, 32)
 TUPLES = ((torch.zeros(1, 2, 3, 4),) * 2,)
 SLIDING = Cache(layers=[DynamicSlidingWindowLayer(4)])
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -43,6 +43,13 @@ def served(use):
     model = small_model()
     model.set_attn_implementation("sdpa")
     return use(model)
+
+
+def attended(engine, **given):
+    """A call of a model that an attention of transformers reads."""
+    model = small_model(mixer={"use_conv": False})
+    model.set_attn_implementation(engine)
+    return model(IDS, **given)
 
 
 def replaced(model, **how):
@@ -80,9 +87,9 @@ def asks_its_cache_for_keys():
     return transformers.MllamaForCausalLM(transformers.MllamaTextConfig(**sizes, **heads))
 
 
-def of_another_sequence():
-    x, memory = torch.randn(1, 3, 32), torch.randn(1, 5, 32)
-    replace_attention(nn.MultiheadAttention(32, 4, batch_first=True))(x, memory, memory)
+def multihead(x, memory=None, **masks):
+    memory = x if memory is None else memory
+    replace_attention(nn.MultiheadAttention(32, 4, batch_first=True))(x, memory, memory, **masks)
 
 
 def with_a_mask_of_tokens():
@@ -199,6 +206,10 @@ TABLE = [
     (continued, {"use": lambda m, c: c.update(ONES, ONES, 0)}, TypeError, "states of FEM layers"),
     (continued, {"use": lambda m, c: small_model(prior_type="gla")(IDS, past_key_values=c)}, ValueError, "another"),
     (call, {"attention_mask": torch.ones(2, 1, 5, 5)}, ValueError, "attn_implementation='sdpa'"),
+    *(
+        (attended, {"engine": name, "attention_mask": torch.ones(2, 1, 5, 5).bool()}, TypeError, f"{name}.* torch.bool")
+        for name in ("eager", "flex_attention")
+    ),
     # What cannot hold the conditioner's state.
     (served, {"use": lambda m: m.set_attn_implementation("vllm")}, ValueError, "conditioner"),
     (served, {"use": lambda m: m.generate_batch([[5, 3]], GenerationConfig(max_new_tokens=2))}, ValueError, "conditio"),
@@ -215,7 +226,9 @@ TABLE = [
     (replaced, {"model": with_a_head_beside_it, "layers": [0]}, ValueError, "call replace_attention on its LlamaForC"),
     (fresh, {"model": lambda: decoder("gpt2"), "causal": False}, ValueError, "causal is set by the original to True"),
     (fresh, {"model": lambda: decoder("gpt2"), "n_embd": 64}, ValueError, "n_embd is set by the original"),
-    (of_another_sequence, {}, ValueError, "one tensor"),
+    (multihead, {"x": ROW, "memory": ROW[:, 1:]}, ValueError, "one tensor"),
+    (multihead, {"x": torch.nested.nested_tensor([ROW[0]])}, TypeError, "dense tensor, got a nested tensor"),
+    (multihead, {"x": ROW, "key_padding_mask": ONES[:1, :3]}, TypeError, "mask must be bool, or float.*torch.int64"),
     (with_a_mask_of_tokens, {}, ValueError, "set_attn_implementation"),
     (by_a_function_of_its_own, {}, ValueError, "LlamaAttention does not call transformers' attention functions"),
     (generated_by_fresh_mixers, {"cache_implementation": "static", "disable_compile": True}, ValueError, "DynamicCach"),

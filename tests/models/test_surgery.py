@@ -129,9 +129,10 @@ def test_replaced_multihead_attention_returns_output_and_weights(shape, mask, av
 
 @pytest.mark.parametrize("mask", [None, torch.ones(5, 5, dtype=torch.bool).tril()], ids=["whole", "masked"])
 def test_replaced_timm_block_computes_what_it_did(mask):
-    block, x = lively(nn.Sequential(Attention())), torch.randn(2, 5, 32)
+    block, x = lively(nn.Sequential(*2 * [Attention()])), torch.randn(2, 5, 32)
     before, names = block[0](x, mask), set(block.state_dict())
     replace_attention(block)
+    assert block[1] is block[0]  # a second layer shares it
     close(block[0](x, mask), before)
     assert names <= set(block.state_dict())
 

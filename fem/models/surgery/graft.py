@@ -42,10 +42,12 @@ def apply(
         path: build(site, prior_type, config).to(_home(site.weight, model)).train(site.module.training)
         for path, site in sites.items()
     }
+    places = list(model.named_modules(remove_duplicate=False))  # an attention may stand at several
     for path, site in sites.items():
         module = site.graft(parts[path]) if preserve else site.swap(parts[path])
         if path:
-            model.set_submodule(path, module)
+            for place in (place for place, held in places if held is site.module):
+                model.set_submodule(place, module)
         else:
             model = module
     for module in model.modules():

@@ -67,4 +67,6 @@ def as_bias(allowed: Bool[Tensor, "..."] | Float[Tensor, "..."], dtype: torch.dt
     """0 where a pair is allowed, -inf where it is not; of a float mask, the lowest numbers become -inf."""
     if allowed.dtype == torch.bool:
         return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, -torch.inf)
+    if not allowed.is_floating_point():
+        raise TypeError(f"a mask must be bool, or floating-point numbers to add to scores, got dtype {allowed.dtype}.")
     return allowed.masked_fill(allowed <= torch.finfo(allowed.dtype).min / 2, -torch.inf)

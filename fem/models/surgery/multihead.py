@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fem.models.surgery.head import FreeEnergyHead, as_bias
 from fem.models.surgery.site import CrossAttention, Refused, Site
+from fem.projection import check_tokens
 
 
 def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
@@ -62,6 +63,7 @@ class FreeEnergyMultiheadAttention(nn.MultiheadAttention):
             )
         batched = query.dim() == 3
         x = query if batched else query[None]
+        check_tokens("query", x, f"(.., embed_dim = {self.embed_dim})", self.embed_dim, self.out_proj)
         x = x.transpose(0, 1) if batched and not self.batch_first else x
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask[None]

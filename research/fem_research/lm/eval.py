@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -199,17 +200,20 @@ def run(recipe: EvalRecipe, output: Path) -> dict:
 
     Returns what results.json holds, in the first process; nothing in the others.
     """
+    import torch
     from accelerate import Accelerator
 
     from fem.train.checkpoints import load_language_model
 
     check_output(output, "eval", recipe)
-    accelerator = Accelerator()  # first: it gives each process a GPU of its own, to which its model is loaded
-    scores = evaluate(recipe, *load_language_model(recipe.model), accelerator)
-    accelerator.end_training()  # lets the processes go
-    if scores is None:
-        return {}
-    with open_run(output, "eval", recipe) as under_way:
+    # first: it gives each process a GPU of its own, to which its model is loaded; by itself it finds no others on a CPU
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    writes = accelerator.is_main_process
+    with open_run(output, "eval", recipe) if writes else nullcontext() as under_way:  # before hours of scoring
+        scores = evaluate(recipe, *load_language_model(recipe.model), accelerator)
+        accelerator.end_training()  # lets the processes go
+        if under_way is None:
+            return {}
         table = rows(recipe, scores)
         for task, by_metric in scores.items():
             under_way.log(task=task, **by_metric)

@@ -86,7 +86,8 @@ def open_run(output: Path, experiment: str, recipe) -> Iterator[Run]:
     check_output(output, experiment, recipe)
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as staging:
+    beside = output if output.is_dir() else output.parent  # on the disk of the output, which may be a mount of its own
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=beside) as staging:
         run = Run(Path(staging), recipe.seed)
         config = {"experiment": experiment, "recipe": asdict(recipe), "seed": recipe.seed}
         write_json(run.folder / CONFIG, config | circumstances())
