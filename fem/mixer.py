@@ -189,3 +189,6 @@ def _check_buffers(prior: Prior) -> None:
             f"buffer {min(lost)!r} of a prior must be persistent, got persistent=False: transformers' from_pretrained "
             "builds a model without values, and nothing would fill in what was not saved."
         )
+
+
+torch.serialization.add_safe_globals([FreeEnergyMixerConfig])  # a checkpoint may hold it beside the weights
