@@ -172,9 +172,12 @@ def on(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device)
 
 
-def captured(device: torch.device) -> bool:
-    """Whether a CUDA graph may be made of what is launched now, which never is on the default stream."""
-    return device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
+def keeps_graphs(device: torch.device) -> bool:
+    """Whether an operator may keep the graph of another library's kernel for its backward: not in inference mode, nor
+    where a CUDA graph may be made of it, which never is on the default stream."""
+    if torch.is_inference_mode_enabled():
+        return False
+    return device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
 def watched(module: nn.Module) -> bool:

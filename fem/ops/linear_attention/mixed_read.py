@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.backend import captured, on
+from fem.ops.common.backend import keeps_graphs, on
 from fem.ops.common.joined import Biases, Weights, joined
 from fem.ops.common.operator import operator, refuse_second_derivatives
 from fem.ops.common.part_kernels import summed
@@ -117,7 +117,7 @@ def _gradients(backward: Callable[..., list[Tensor]], ctx, grad: Tensor) -> list
     return [None if x is None else next(found) for x in tensors[:_LEARNT]] + [None] * (_TENSORS - _LEARNT)
 
 
-def _mixed_forward(*inputs, differentiated: bool = True) -> list[Tensor]:
+def _mixed_forward(*inputs, differentiated: bool) -> list[Tensor]:
     return _read(inputs[:_TENSORS], *inputs[_TENSORS:], differentiated)[0]
 
 
@@ -254,9 +254,8 @@ _INPUTS = (
 _OPTIONS = "int[] form, float eps, float beta_start"
 
 
-def _uncaptured(*inputs) -> list[Tensor]:
-    """`_mixed_forward`, which keeps the graph of another library's kernel only where no CUDA graph is made of it."""
-    return _mixed_forward(*inputs, differentiated=not captured(inputs[0].device))
+def _compiled_forward(*inputs) -> list[Tensor]:
+    return _mixed_forward(*inputs, differentiated=keeps_graphs(inputs[0].device))
 
 
 def _shapes(x, weight, *inputs) -> list[Tensor]:
@@ -282,7 +281,7 @@ def _save(ctx, inputs, output):
 
 def _declared(name: str, graphed: bool) -> Callable[..., list[Tensor]]:
     """The operator of that name, differentiable by one behind it."""
-    forward = operator(f"{name}({_INPUTS}, {_OPTIONS}) -> Tensor[]", graphed)(_uncaptured)
+    forward = operator(f"{name}({_INPUTS}, {_OPTIONS}) -> Tensor[]", graphed)(_compiled_forward)
     backward = operator(
         f"{name}_backward(Tensor grad, Tensor?[] tensors, Tensor[] kept, {_OPTIONS}) -> Tensor[]", graphed
     )(_mixed_backward)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import captured, on
+from fem.ops.common.backend import keeps_graphs, on
 from fem.ops.common.joined import joined
 from fem.ops.common.operator import operator, refuse_second_derivatives
 from fem.ops.common.part_kernels import sum_all
@@ -317,7 +317,7 @@ _OPTIONS = "int[] form, float scale, float eps, float beta_start"
 def _operator(*inputs):
     *tensors, seen, form, scale, eps, start = inputs
     options = Form(*form), scale, eps, start
-    return _mixed_forward(*tensors, *options, seen=seen, differentiated=not captured(tensors[0].device))
+    return _mixed_forward(*tensors, *options, seen=seen, differentiated=keeps_graphs(tensors[0].device))
 
 
 @_operator.register_fake
