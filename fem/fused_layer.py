@@ -72,7 +72,7 @@ def _softmax_reads(layer, call: Call) -> bool:
 def _linear_reads(layer, call: Call) -> bool:
     """A normalised causal prior, no state before the call; one is returned in eager calls without gradients, also of
     padded rows."""
-    config, first = layer.config, call.memory == {}
+    config, first = layer.config, call.memory is not None and not call.memory
     if call.memory or (first and (torch.is_grad_enabled() or torch.compiler.is_compiling())):
         return False
     if call.tokens.keep is not None and not first:
