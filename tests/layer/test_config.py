@@ -131,13 +131,13 @@ def test_equal_configurations_are_one_kind_of_layer_however_their_numbers_were_w
     assert FreeEnergyMixer(other)(x, state=state).shape == x.shape
 
 
-@pytest.mark.usefixtures("as_users_run")
 def test_it_stands_in_a_checkpoint_that_torch_loads_by_default(tmp_path):
     config = FreeEnergyMixerConfig.slim(32, 4, prior_type="gla")
     torch.save({"config": config}, tmp_path / "checkpoint.pt")
     assert torch.load(tmp_path / "checkpoint.pt") == {"config": config}
 
 
+@pytest.mark.usefixtures("as_users_run")
 def test_a_layer_takes_its_sizes_by_name_and_a_device_and_dtype():
     sizes = {"n_embd": numpy.int64(64), "n_head": 4, "gate_rank": numpy.int64(4)}
     layer = FreeEnergyMixer(**sizes, device="meta", dtype=torch.bfloat16)
