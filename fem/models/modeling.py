@@ -28,7 +28,7 @@ from fem.models.configuration import FEMConfig
 from fem.models.engines.attention import EXACT, attend
 from fem.models.engines.obstacles import attends, keeps_tokens, layer_type, obstacle, obstacle_to_pages
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
-from fem.ops.common.shared import shared_by_layers
+from fem.ops.common.shared import Known, shared_by_layers
 from fem.ops.common.tokens import PLAIN, Tokens
 from fem.projection import Projection
 
@@ -43,7 +43,8 @@ class FEMBlock(GradientCheckpointingLayer):
     """x + Mixer(RMSNorm(x)), then x + SwiGLU(RMSNorm(x))
 
     Given position_ids (B, T), a softmax mixer reads through transformers' attention interface, for which the block is
-    the attention module. Every other mixer reads exactly, and keeps its state in the cache.
+    the attention module. Every other mixer reads exactly, and keeps its state in the cache. known: what the layers of a
+    model share in one forward pass.
     """
 
     def __init__(self, config: FEMConfig, mixer: FreeEnergyMixerConfig, index: int):
@@ -68,25 +69,29 @@ class FEMBlock(GradientCheckpointingLayer):
         position_ids: Tensor | None = None,
         tokens: Tokens = PLAIN,
         cache: Any = None,
+        known: Known | None = None,
         **keywords,
     ) -> Float[Tensor, "b t d"]:
         past_key_values, y = given_cache(past_key_values, cache, keywords), self.mixer_norm(x)
-        if self.attends and position_ids is not None:
-            keywords |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
-            kept = past_key_values is not None and self.mixer.conditioner is not None
-            hidden = place_beside_keys(past_key_values, self.layer_idx) if kept else None
-            # vLLM reads this source: a forward that looks the interface up and calls it once is an attention's.
-            interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-            attention = lambda *inputs, **how: interface(self, *inputs, scaling=self.scaling, **how)  # noqa: E731
-            read = functools.partial(attend, self, attention, **keywords)
-            y, hidden = self.mixer.read_by(y, position_ids, read, tokens, hidden)
-            if kept:
-                past_key_values.update_recurrent_state(hidden, self.layer_idx)
-        elif past_key_values is None:
-            y = self.mixer(y, attention_mask, segment_ids)
-        else:
-            memory = memory_of(past_key_values, self.layer_idx, self.has_fixed_state)
-            y = memory.read(self.mixer, y, attention_mask, segment_ids)
+        with shared_by_layers(known):
+            if self.attends and position_ids is not None:
+                keywords |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
+                kept = past_key_values is not None and self.mixer.conditioner is not None
+                hidden = place_beside_keys(past_key_values, self.layer_idx) if kept else None
+                # vLLM reads this source: a forward that looks the interface up and calls it once is an attention's.
+                interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+                    self.config._attn_implementation, eager_attention_forward
+                )
+                attention = lambda *inputs, **how: interface(self, *inputs, scaling=self.scaling, **how)  # noqa: E731
+                read = functools.partial(attend, self, attention, **keywords)
+                y, hidden = self.mixer.read_by(y, position_ids, read, tokens, hidden)
+                if kept:
+                    past_key_values.update_recurrent_state(hidden, self.layer_idx)
+            elif past_key_values is None:
+                y = self.mixer(y, attention_mask, segment_ids)
+            else:
+                memory = memory_of(past_key_values, self.layer_idx, self.has_fixed_state)
+                y = memory.read(self.mixer, y, attention_mask, segment_ids)
         x = x + y
         return x + self.mlp(self.mlp_norm(x))
 
@@ -222,9 +227,9 @@ class FEMModel(FEMPreTrainedModel):
             masks = given.masks(config, self.kinds, past_key_values)
             told = {"attention_mask": masks, "position_ids": given.position_ids, "tokens": tokens, **kwargs}
 
-        with shared_by_layers():
-            for block in self.layers:
-                x = block(x, **{CACHE: past_key_values} | told)
+        told |= {CACHE: past_key_values, "known": Known()}
+        for block in self.layers:
+            x = block(x, **told)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: past_key_values})
 
 

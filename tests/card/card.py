@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.attention
-import triton
 from ahead_of_time import usage
 from torch import Tensor
 
 from fem.ops.channel_scan import channel_kernels
 from fem.ops.common import joined, part_kernels, row_maps, token_kernels
+from fem.ops.common.launch import Launched
 from fem.ops.conditioner import conditioner_kernels as of_conditioner
 from fem.ops.linear_attention import doubtful_kernels, feature_kernels, linear_token, scan_kernels
 from fem.ops.softmax import card_attention as of_attention
@@ -94,11 +94,10 @@ def registers(call: Callable[[], object]) -> dict[str, tuple[int, int]]:
 
     ptxas optimises them here, as it does for a card. Of a kernel in several forms: the most.
     """
-    kernels = {
-        name: one for module in KERNELS for name, one in vars(module).items() if isinstance(one, triton.JITFunction)
-    }
+    kernels = {name: one for module in KERNELS for name, one in vars(module).items() if isinstance(one, Launched)}
     for kernel in kernels.values():
-        kernel.device_caches.clear()
+        kernel.codes.clear()
+        kernel.fn.device_caches.clear()
     _loaded.clear()
     setting = os.environ.pop("DISABLE_PTXAS_OPT", None)
     try:

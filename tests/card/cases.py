@@ -13,11 +13,14 @@ from measure import BFLOAT16, FUSED, LAYERS, MODES, RECORD, REGISTERS, build, de
 from situations import SITUATIONS
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
+from triton.compiler import CompiledKernel
 
 from fem import PRIORS, FreeEnergyMixerConfig
 from fem.doctor.card import steps
 from fem.functional import softmax_read
 from fem.models import FEMConfig, FEMForCausalLM
+from fem.ops.common.launch import Launched
+from fem.ops.common.token_kernels import softplus
 
 card.pose()
 KNOWN = json.loads(RECORD.read_text())
@@ -31,6 +34,28 @@ bfloat16 = pytest.mark.skipif(card.SM < 80, reason="layers are fused in bfloat16
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def launches_take_the_code_that_triton_would_take(monkeypatch):
+    """In every case, of every kernel of the library."""
+    launch, take, taken = Launched.launch, CompiledKernel.__getitem__, []
+
+    def checked(self, grid, *arguments, **constants):
+        taken.clear()
+        launch(self, grid, *arguments, **constants)
+        wanted = self.fn.warmup(*arguments, grid=grid, **constants)
+        assert all(code is wanted for code in taken), f"{self.fn.__name__} was launched by code of another call"
+
+    monkeypatch.setattr(Launched, "launch", checked)
+    monkeypatch.setattr(CompiledKernel, "__getitem__", lambda code, grid: taken.append(code) or take(code, grid))
+
+
+def test_a_kernel_of_other_arguments_is_launched_by_other_code():
+    numbers = torch.ones(64, device="cuda")
+    for first, count in product((0, 1), (1, 16, 17)):
+        softplus(numbers[first : first + count], 0.0)
+        softplus(numbers.bfloat16()[first : first + count], 0.0)
 
 
 def through(mode: str, layer):
@@ -250,24 +275,25 @@ def test_values_are_modulated_by_a_wide_models_conditioner(hidden):
 
 @full
 @pytest.mark.parametrize("marks, prior, most", [
-    *[("segment_ids", prior, most) for prior, most in (("softmax", 35), ("gla", 41), ("mamba", 40))],
-    *[("attention_mask", prior, most) for prior, most in (("softmax", 30), ("gla", 38), ("mamba", 34))],
+    *[("segment_ids", prior, most) for prior, most in (("softmax", 138), ("gla", 163), ("mamba", 164))],
+    *[("attention_mask", prior, most) for prior, most in (("softmax", 149), ("gla", 177), ("mamba", 182))],
 ])  # fmt: skip
 def test_a_further_layer_of_a_model_reads_no_marks_again(marks, prior, most):
+    """In a train step that computes every block's forward twice."""
     ids, launches, waits = torch.zeros(2, 256, dtype=torch.long, device="cuda"), [], []
-    given = {marks: ids.add(torch.arange(256, device="cuda") // 100).clamp_max(1), "use_cache": False}
+    given = {marks: ids.add(torch.arange(256, device="cuda") // 100).clamp_max(1), "labels": ids}
     for layers in (1, 2):
         sizes = {"vocab_size": 64, "hidden_size": 256, "num_hidden_layers": layers, "num_attention_heads": 4}
         model = FEMForCausalLM(FEMConfig(prior_type=prior, **sizes)).cuda().train()
-        with torch.autocast("cuda", torch.bfloat16):
-            model(ids, **given)
-            with card.record() as events:
-                model(ids, **given)
+        model.gradient_checkpointing_enable()
+        for _ in range(2):
+            with torch.autocast("cuda", torch.bfloat16), card.record() as events:
+                model(ids, **given).loss.backward()
         launches.append(events.launches)
         waits.append(events.waits)
-    assert launches[1] - launches[0] <= most + 8 * (not COUNTED), launches
+    assert launches[1] - launches[0] <= most + 16 * (not COUNTED), launches
     by_fla = marks == "segment_ids" and prior == "gla"  # flash-linear-attention counts the chunks of documents anew
-    assert waits[1] - waits[0] <= by_fla, waits
+    assert waits[1] - waits[0] <= 4 * by_fla, waits
 
 
 @full

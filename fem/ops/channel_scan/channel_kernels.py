@@ -17,6 +17,7 @@ from torch import Tensor
 from fem.ops.common.backend import on
 from fem.ops.common.cells import by_prefixes
 from fem.ops.common.joined import by_tokens
+from fem.ops.common.launch import cdiv, launched
 from fem.ops.common.merge_kernels import (
     LOG_ZERO,
     cells_at,
@@ -57,7 +58,7 @@ def loaded(
     return tl.maximum(tl.load(score, live, other=LOG_ZERO).to(tl.float32), LOG_ZERO), fall, value, energy
 
 
-@triton.jit
+@launched
 def channel_kernel(
     x, a, v, f, beta, first_weight, first_mean, first_free, ends, weights, means, frees, T, C, pieces, length, x_row,
     x_token, x_channel, a_row, v_row, f_row, ENDS: tl.constexpr, HAS_A: tl.constexpr, HAS_V: tl.constexpr,
@@ -102,7 +103,7 @@ def channel_kernel(
         keep_piece(ends, end + piece * (5 * C), C, live, down, rest, weight, mean, free, HAS_V, HAS_F)
 
 
-@triton.jit
+@launched
 def channel_backward_kernel(
     x, a, v, f, beta, first_weight, first_mean, first_free, ends, weights, means, frees, d_weights, d_means, d_frees,
     d_x, d_a, d_v, d_f, d_beta, d_first_weight, d_first_mean, d_first_free, T, C, pieces, length, x_row, x_token,
@@ -258,7 +259,7 @@ def _launch(
 ) -> tuple[tuple[int, int], int, list[Tensor], list[int], dict]:
     """Of either kernel the grid, the pieces of a row, x, a, v and f, sizes and flags. Only x may be one number for all
     tokens."""
-    (batch, time, width), blocks = x.shape, triton.cdiv(x.shape[2], BLOCK)
+    (batch, time, width), blocks = x.shape, cdiv(x.shape[2], BLOCK)
     pieces, length = pieces_of(time, PROGRAMS // (batch * blocks), SHORTEST)
     flags = {"HAS_A": a is not None, "HAS_V": v.shape[-1] > 0, "HAS_F": f.shape[-1] > 0, "BLOCK": BLOCK, "num_warps": 1}
     (v, v_row), (f, f_row), (a, a_row) = by_tokens(v), by_tokens(f), (x, 0) if a is None else by_tokens(a)

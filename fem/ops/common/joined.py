@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import on
+from fem.ops.common.launch import cdiv, launched, next_power_of_2
 
 Weights = Sequence[Float[Tensor, "_ _"]]
 Biases = Sequence[Float[Tensor, " _"] | None]
@@ -31,7 +32,7 @@ def copy_kernel(x, y, there, kept, BACK: tl.constexpr):
         tl.store(y, tl.load(x, there, other=0.0), kept)
 
 
-@triton.jit
+@launched
 def join_maps_kernel(
     weights, biases, others, ends, widths, sizes, weight, bias, cast, inputs, BACK: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -144,9 +145,9 @@ def _copy(layout: Layout, given: Sequence[Tensor | None], weight, bias, cast: Se
     """Launch `join_maps_kernel` on the weights, biases and others that are given."""
     count = layout.weights
     weights, biases, others = given[:count], given[count : count + layout.biases], given[count + layout.biases :]
-    sizes, columns = tuple(y.numel() for y in cast), triton.next_power_of_2(weight.shape[1])
+    sizes, columns = tuple(y.numel() for y in cast), next_power_of_2(weight.shape[1])
     with on(weight.device):
-        join_maps_kernel[len(weight) + sum(triton.cdiv(size, columns) for size in sizes),](
+        join_maps_kernel[len(weight) + sum(cdiv(size, columns) for size in sizes),](
             tuple(weights), tuple(biases) or (None,) * count, tuple(others), *layout[2:], sizes, weight, bias,
             tuple(cast), weight.shape[1], BACK=back, COLUMNS=columns,
         )  # fmt: skip

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from fem.ops.common import read
+from fem.ops.common.launch import cdiv
 from fem.ops.common.triton_math import exp_minus_1, log_1_plus_share
 
 LOG_ZERO, NO_WEIGHT, NEAR = tl.constexpr(read.LOG_ZERO), tl.constexpr(read.NO_WEIGHT), tl.constexpr(30.0)
@@ -30,9 +31,9 @@ FEWEST = 4  # pieces of a row, of which every token is read twice
 def pieces_of(time: int, most: int, shortest: int, unit: int = 1) -> tuple[int, int]:
     """Into how many pieces rows are cut, at most so many and of about `shortest` tokens or more, and of how many tokens
     each is but the last, a multiple of `unit`. Rows that would make few pieces are one."""
-    pieces = min(triton.cdiv(time, shortest), most)
-    length = unit * triton.cdiv(triton.cdiv(time, unit), pieces) if pieces >= FEWEST else time
-    return triton.cdiv(time, length), length
+    pieces = min(cdiv(time, shortest), most)
+    length = unit * cdiv(cdiv(time, unit), pieces) if pieces >= FEWEST else time
+    return cdiv(time, length), length
 
 
 @triton.jit

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from fem.ops.common.launch import cdiv, launched
+
 ROWS, COLUMNS = 64, 16  # 8 numbers for each of 128 threads: narrow, so that a card is full of programs
 
 
-@triton.jit
+@launched
 def sum_parts_kernel(parts, totals, counts, widths, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """total_j = sum_i parts_ij of COLUMNS columns of one of several tensors, in float32."""
     row, block = tl.arange(0, ROWS)[:, None].to(tl.int64), tl.program_id(0)
@@ -32,7 +33,7 @@ def sum_all(pairs: Sequence[tuple[Float[Tensor, "n ..."], Float[Tensor, "..."]]]
     """Write the sums of float32 parts into tensors, on the current device, by one launch."""
     parts, totals = zip(*pairs)
     widths = tuple(total.numel() for total in totals)
-    sum_parts_kernel[sum(triton.cdiv(width, COLUMNS) for width in widths),](
+    sum_parts_kernel[sum(cdiv(width, COLUMNS) for width in widths),](
         parts, totals, tuple(map(len, parts)), widths, ROWS=ROWS, COLUMNS=COLUMNS
     )
 

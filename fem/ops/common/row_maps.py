@@ -7,12 +7,12 @@ weights first would read and write all of them once more.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import on
+from fem.ops.common.launch import launched, next_power_of_2
 from fem.ops.common.operator import operator
 from fem.ops.common.triton_math import dot
 
@@ -21,7 +21,7 @@ NUMBERS = 4096  # of the inputs that a program holds at once
 STAGES = tl.constexpr(4)  # blocks of inputs and weights that are on their way
 
 
-@triton.jit
+@launched
 def row_maps_kernel(
     inputs, weights, ups, biases, outputs, rows, row_stride, FEATURES: tl.constexpr, RANKS: tl.constexpr,
     WIDTHS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
@@ -59,11 +59,11 @@ def row_maps_kernel(
 def _maps(inputs, weights, ups, biases) -> list[Tensor]:
     x, outputs = inputs[0], _outputs(inputs, weights, ups, biases)
     widths, features = tuple([y.shape[2] for y in outputs]), tuple([w.shape[1] for w in weights])
-    ranks, tile = tuple([0 if up is None else up.shape[1] for up in ups]), triton.next_power_of_2(max(x.shape[0], 16))
+    ranks, tile = tuple([0 if up is None else up.shape[1] for up in ups]), next_power_of_2(max(x.shape[0], 16))
     with on(x.device):
         row_maps_kernel[sum([-(-width // COLUMNS) for width in widths]),](
             tuple(inputs), tuple(weights), tuple(ups), tuple(biases), tuple(outputs), x.shape[0], x.stride(0), features,
-            ranks, widths, tile, COLUMNS, min(NUMBERS // tile, triton.next_power_of_2(max(*features, 16))),
+            ranks, widths, tile, COLUMNS, min(NUMBERS // tile, next_power_of_2(max(*features, 16))),
         )  # fmt: skip
     return outputs
 

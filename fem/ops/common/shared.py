@@ -12,16 +12,23 @@ import torch
 _known: ContextVar[dict | None] = ContextVar("known", default=None)
 
 
+class Known:
+    """What was found in a forward pass, for all its layers, and for those that the backward computes again."""
+
+    def __init__(self):
+        self.results = {}
+
+
 @contextmanager
-def shared_by_layers() -> Iterator[None]:
+def shared_by_layers(known: Known | None) -> Iterator[None]:
     """Within it, a function that is `shared` is called once for equal arguments, and for the same tensors.
 
     Not in a graph of torch.compile, which merges equal results itself.
     """
-    if torch.compiler.is_compiling():
+    if known is None or torch.compiler.is_compiling():
         yield
         return
-    token = _known.set({})
+    token = _known.set(known.results)
     try:
         yield
     finally:

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from fem.ops.common.backend import differentiated, on
 from fem.ops.common.joined import tokens_apart
+from fem.ops.common.launch import cdiv, launched, next_power_of_2
 from fem.ops.common.operator import again_differentiable
 from fem.ops.common.triton_math import exact_softplus, gate, through_gate, turned
 
 NUMBERS = 1024  # of a program, 8 for each of 128 threads
 
 
-@triton.jit
+@launched
 def softplus_kernel(x, y, start, count, BLOCK: tl.constexpr):
     """y = softplus(x + start), in float32."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -34,7 +35,7 @@ def softplus(x: Tensor, start: float = 0.0) -> Tensor:
     """softplus(x + start) of a parameter without a gradient, in float32."""
     x, y = x.contiguous(), x.new_empty(x.shape, dtype=torch.float32)
     with on(x.device):
-        softplus_kernel[triton.cdiv(x.numel(), NUMBERS),](x, y, start, x.numel(), BLOCK=NUMBERS)
+        softplus_kernel[cdiv(x.numel(), NUMBERS),](x, y, start, x.numel(), BLOCK=NUMBERS)
     return y
 
 
@@ -44,7 +45,7 @@ def in_columns(row, heads, token_row, WIDTH: tl.constexpr):
     return (row // heads).to(tl.int64)[:, None] * token_row + (row % heads)[:, None] * WIDTH
 
 
-@triton.jit
+@launched
 def gate_kernel(
     mean, free, inner, outer, o, rows, heads, logit_row, eps, MEAN: tl.constexpr, FREE: tl.constexpr,
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, MIXED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
@@ -72,7 +73,7 @@ def gate_kernel(
     tl.store(o + at, u, inside)
 
 
-@triton.jit
+@launched
 def gate_backward_kernel(
     d_o, mean, free, inner, outer, d_mean, d_free, d_inner, d_outer, rows, heads, logit_row, d_logit_row, eps,
     MEAN: tl.constexpr, FREE: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, MIXED: tl.constexpr,
@@ -163,7 +164,7 @@ def launch_gate(
     """
     free = mean[..., :0] if free is None else free
     width = mean.shape[-1] + free.shape[-1] if split else max(mean.shape[-1], free.shape[-1])
-    columns, rows = triton.next_power_of_2(width), mean.shape[:-1].numel()
+    columns, rows = next_power_of_2(width), mean.shape[:-1].numel()
     tile = max(1, NUMBERS // columns)
     sizes = {"MEAN": mean.shape[-1], "FREE": free.shape[-1], "WIDTH": width, "ROWS": tile, "COLUMNS": columns}
     parts = {"SPLIT": split, "MIXED": inner is not None and not split, "GATED": outer is not None}
@@ -172,12 +173,10 @@ def launch_gate(
     apart = [heads * width if row is None else row for row in rows_apart]
     with on(mean.device):
         if d_o is None:
-            gate_kernel[triton.cdiv(rows, tile),](*given, o, rows, heads, apart[0], eps, **sizes, **parts)
+            gate_kernel[cdiv(rows, tile),](*given, o, rows, heads, apart[0], eps, **sizes, **parts)
         else:
             found = [o if x is None else x for x in found]
-            gate_backward_kernel[triton.cdiv(rows, tile),](
-                d_o, *given, *found, rows, heads, *apart, eps, **sizes, **parts
-            )
+            gate_backward_kernel[cdiv(rows, tile),](d_o, *given, *found, rows, heads, *apart, eps, **sizes, **parts)
     return o
 
 
@@ -195,7 +194,7 @@ def _turn_heads(
     tl.store(y + row * COUNT * WIDTH + at + WIDTH // 2, high, there)
 
 
-@triton.jit
+@launched
 def rotate_token_kernel(
     q, k, q_out, k_out, position, frequency, factor, eps, q_row, k_row, position_row,
     heads: tl.constexpr, kv_heads: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
@@ -227,12 +226,12 @@ def rotated_token(
         rotate_token_kernel[q.shape[0],](
             q, k, *out, position, frequency, factor, eps, q.stride(0), k.stride(0),
             position.stride(0) if position.ndim == 2 else 0, heads=q.shape[2], kv_heads=k.shape[2], WIDTH=width,
-            HEADS=triton.next_power_of_2(most), HALF=triton.next_power_of_2(width // 2),
+            HEADS=next_power_of_2(most), HALF=next_power_of_2(width // 2),
         )  # fmt: skip
     return out
 
 
-@triton.jit
+@launched
 def append_token_kernel(
     k, v, k_place, v_place, k_row, v_row, k_batch, k_head, v_batch, v_head,
     heads: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -259,6 +258,6 @@ def append_token(
     with on(k.device):
         append_token_kernel[batch,](
             k, v, k_place, v_place, k.stride(0), v.stride(0), *k_place.stride()[:2], *v_place.stride()[:2],
-            heads=heads, KEY=key, VALUE=value, HEADS=triton.next_power_of_2(heads),
-            COLUMNS=triton.next_power_of_2(max(key, value, 1)),
+            heads=heads, KEY=key, VALUE=value, HEADS=next_power_of_2(heads),
+            COLUMNS=next_power_of_2(max(key, value, 1)),
         )  # fmt: skip

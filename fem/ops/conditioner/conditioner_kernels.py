@@ -24,6 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fem.ops.common.launch import launched
 from fem.ops.common.triton_math import dot, exact_softplus
 
 LEAST_LENGTH = tl.constexpr(1e-12)  # of `torch.nn.functional.normalize`
@@ -191,7 +192,7 @@ def _affine(weight, bias, column, width: tl.constexpr):
     return scale[None], shift[None]
 
 
-@triton.jit
+@launched
 def project_kernel(
     x, in_weight, in_bias, map_weight, map_bias, weight, bias, keep, start, hidden, features, normed, projected,
     summaries, last, starts, time, chunks, tiles, features_row, in_eps, eps, ALONE: tl.constexpr, length: tl.constexpr,
@@ -233,7 +234,7 @@ def project_kernel(
         tl.store(at + width, end, channel)
 
 
-@triton.jit
+@launched
 def condition_kernel(
     projected, weight, bias, keep, start, hidden, summaries, out, last, starts, time, chunks, tiles, out_row, eps,
     length: tl.constexpr, bends: tl.constexpr, width: tl.constexpr, TIME: tl.constexpr, COLUMNS: tl.constexpr,
@@ -263,7 +264,7 @@ def condition_kernel(
         tl.store(last + batch.to(tl.int64) * width + column, entering, channel)
 
 
-@triton.jit
+@launched
 def condition_backward_kernel(
     grad, projected, weight, bias, keep, start, starts, d_state, d_projected, summaries, parts,
     time, chunks, tiles, grad_row, parts_row, eps,
@@ -374,7 +375,7 @@ def _through_projection(
         tl.store(d_x + token * inputs + feature[None], d_y, there)
 
 
-@triton.jit
+@launched
 def state_backward_kernel(
     projected, keep, start, starts, d_state, d_last, summaries, d_projected, d_hidden, parts, x, in_weight, map_weight,
     d_features, d_x, norm_parts, time, chunks, tiles, parts_row, features_row, in_eps, inputs: tl.constexpr,

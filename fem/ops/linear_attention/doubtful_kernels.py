@@ -18,6 +18,7 @@ F, the logarithm of sum_i s_ti, and sum_j mean_tj dmean_tj.
 import triton
 import triton.language as tl
 
+from fem.ops.common.launch import launched
 from fem.ops.common.merge_kernels import LOG_ZERO, NO_WEIGHT, expm1, log1p, log_or_zero, share_apart
 from fem.ops.common.triton_math import slope_of_beta
 from fem.ops.linear_attention.scan_kernels import load_scheme, store_decays
@@ -127,7 +128,7 @@ def through_scores(log_s, log_z, value, energy, mean_slope, free, d_mean, d_free
     return p, tl.exp(log_p[:, None] + above), d
 
 
-@triton.jit
+@launched
 def doubtful_tokens_kernel(
     q, k, g, opens, v, f, scheme, beta, raised, doubtful, mean, free, time, heads, v_batch, v_row, v_head, f_batch,
     f_row, f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, KEYS: tl.constexpr, DECAYS: tl.constexpr,
@@ -152,7 +153,7 @@ def doubtful_tokens_kernel(
                 tl.store(free + entry * FREE + channel, energy, channel < FREE)
 
 
-@triton.jit
+@launched
 def doubtful_cells_kernel(
     k, g, opens, v, f, scheme, beta, raised, doubtful, log_weight, mean, free, time, heads, v_batch, v_row, v_head,
     f_batch, f_row, f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, KEYS: tl.constexpr,
@@ -178,7 +179,7 @@ def doubtful_cells_kernel(
                 tl.store(free + entry * FREE + channel, energy, channel < FREE)
 
 
-@triton.jit
+@launched
 def doubtful_tokens_backward_kernel(
     q, k, g, opens, v, f, scheme, beta, raised, doubtful, d_mean, d_free, exact, d_q, rises, d_theta, tiles, time,
     heads, v_batch, v_row, v_head, f_batch, f_row, f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr,
@@ -250,7 +251,7 @@ def token_of_keys(
     return of_mean, of_free, query[None] * a / s[:, None], p, w, d
 
 
-@triton.jit
+@launched
 def doubtful_items_backward_kernel(
     q, k, g, opens, v, f, beta, raised, doubtful, d_mean, d_free, exact, d_k, d_v, d_f, rises, time, heads, v_batch,
     v_row, v_head, f_batch, f_row, f_head, d_v_row, d_v_head, d_f_row, d_f_head, MEAN: tl.constexpr,
@@ -317,7 +318,7 @@ def doubtful_items_backward_kernel(
                 tl.store(to, -tl.sum(rise, 1)[:, None], exists)
 
 
-@triton.jit
+@launched
 def doubtful_decays_backward_kernel(
     rises, raised, logits, d_logits, time, heads, row, d_row, GIVEN: tl.constexpr, DECAYS: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,

@@ -8,12 +8,12 @@ PyTorch launches some twenty kernels for either, in float32 from memory to memor
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from fem.ops.common.backend import on
+from fem.ops.common.launch import cdiv, launched, next_power_of_2
 from fem.ops.common.rope import turned
 
 NUMBERS = 1024  # of a program, 8 for each of 128 threads
@@ -32,9 +32,9 @@ def features(
     if frequency is not None:
         cos = torch.empty(*position.shape, len(frequency), dtype=torch.float32, device=q.device)
         sin = torch.empty_like(cos)
-        width = triton.next_power_of_2(len(frequency))
+        width = next_power_of_2(len(frequency))
         with on(q.device):
-            angles_kernel[triton.cdiv(position.numel(), NUMBERS // width),](
+            angles_kernel[cdiv(position.numel(), NUMBERS // width),](
                 position.contiguous(), frequency, cos, sin, position.numel(), factor, PLANES=len(frequency),
                 ROWS=NUMBERS // width, HALF=width,
             )  # fmt: skip
@@ -68,18 +68,18 @@ class _Features(torch.autograd.Function):
 def launch_features(q, k, q_known, k_known, q_out, k_out, cos, sin, eps: float, backward: bool) -> None:
     """Write to q_out and k_out, whose tokens may lie apart, what `features_kernel` finds."""
     batch, time, heads, width = q.shape
-    half = triton.next_power_of_2(width // 2)
+    half = next_power_of_2(width // 2)
     rows = max(1, NUMBERS // half)
     shared = cos is None or cos.ndim == 2
     with on(q.device):
-        features_kernel[2 * heads * triton.cdiv(batch * time, rows),](
+        features_kernel[2 * heads * cdiv(batch * time, rows),](
             q, k, q_known, k_known, q_out, k_out, cos, sin, batch * time, time, time if shared else batch * time, heads,
             *q.stride()[:2], *k.stride()[:2], q_out.stride(1), k_out.stride(1), eps, WIDTH=width,
             TURNED=cos is not None, BACKWARD=backward, ROWS=rows, HALF=half,
         )  # fmt: skip
 
 
-@triton.jit
+@launched
 def angles_kernel(
     position, frequency, cos, sin, rows, factor, PLANES: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr
 ):
@@ -93,7 +93,7 @@ def angles_kernel(
     tl.store(sin + at, (factor * tl.sin(angle)).to(tl.float32), there)
 
 
-@triton.jit
+@launched
 def features_kernel(
     q, k, q_known, k_known, q_out, k_out, cos, sin, rows, time, period, heads, q_batch, q_row, k_batch, k_row,
     q_out_row, k_out_row, eps, WIDTH: tl.constexpr, TURNED: tl.constexpr,

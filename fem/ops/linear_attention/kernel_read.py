@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from fem.ops.common.backend import on
+from fem.ops.common.launch import cdiv, next_power_of_2
 from fem.ops.common.operator import again_differentiable, recorded
 from fem.ops.common.read import Terms
 from fem.ops.common.shared import shared
@@ -121,8 +122,8 @@ class Sizes(NamedTuple):
     @classmethod
     @lru_cache(256)
     def of(cls, mean: int, free: int, key: int) -> Sizes:
-        power = triton.next_power_of_2
-        width = 16 * triton.cdiv(mean + free + 2, 16)
+        power = next_power_of_2
+        width = 16 * cdiv(mean + free + 2, 16)
         blocks = {"COLUMNS": power(max(free, 1)), "BROAD": power(max(mean, 1)), "WIDE": power(key)}
         rows = max(1, NUMBERS // max(blocks.values()))
         widths = {"MEAN": mean, "FREE": free, "KEY": key, "WIDTH": width}
@@ -132,7 +133,7 @@ class Sizes(NamedTuple):
         )
 
     def tiles(self, rows: int) -> int:
-        return triton.cdiv(rows, self.rows)
+        return cdiv(rows, self.rows)
 
     def launch(self, kernel, grid: tuple[int, int, int], *arguments, **constants: int) -> None:
         """Launch a kernel with those of the constants that it has."""
@@ -152,7 +153,7 @@ def packed(
     q, k = q.contiguous(), k.contiguous()
     v, f = (x if x.stride(3) == 1 else x.contiguous() for x in (v, f))
     made = lambda *shape: torch.empty(shape, dtype=torch.float32, device=v.device)  # noqa: E731
-    parts = triton.cdiv(time, PART)
+    parts = cdiv(time, PART)
     extremes = made(batch, heads, parts, 2 * sizes.free + sizes.key)
     raised = torch.empty(batch, heads, dtype=torch.int32, device=v.device)
     sizes.launch(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from fem.ops.common.backend import on
+from fem.ops.common.launch import cdiv, launched, next_power_of_2
 from fem.ops.common.merge_kernels import (
     LOG_ZERO,
     NO_WEIGHT,
@@ -22,7 +22,7 @@ from fem.ops.common.read import Terms
 from fem.ops.linear_attention.linear_log_space import LinearInputs
 
 
-@triton.jit
+@launched
 def linear_token_kernel(
     q, k, g, opens, v, f, beta, weight, mean, free, weight_after, mean_after, free_after, total, mean_read, free_read,
     heads: tl.constexpr, KEY: tl.constexpr, DECAYS: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
@@ -74,10 +74,10 @@ def linear_token(memory: Terms, x: LinearInputs) -> tuple[Terms, Terms]:
     after = Terms(*(torch.empty_like(part, memory_format=torch.contiguous_format) for part in memory))
     reads = (memory.mean, 1), (x.v, mean), (x.f, free)
     read = Terms(*(like.new_empty(batch, 1, heads, n) for like, n in reads))
-    cells = triton.next_power_of_2(keys)
-    block = min(max(1, NUMBERS // cells), triton.next_power_of_2(max(mean, free, 1)))
+    cells = next_power_of_2(keys)
+    block = min(max(1, NUMBERS // cells), next_power_of_2(max(mean, free, 1)))
     with on(x.q.device):
-        linear_token_kernel[batch * heads, triton.cdiv(max(mean, free, 1), block)](
+        linear_token_kernel[batch * heads, cdiv(max(mean, free, 1), block)](
             *(x.q if part is None else part for part in given), *after, *read, heads=heads, KEY=keys,
             DECAYS=0 if x.g is None else x.g.shape[-1], MEAN=mean, FREE=free, OPENS=x.opens is not None, CELLS=cells,
             BLOCK=block,

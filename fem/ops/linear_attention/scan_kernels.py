@@ -18,6 +18,7 @@ SHARED: each channel reads both, so f is v.
 import triton
 import triton.language as tl
 
+from fem.ops.common.launch import launched
 from fem.ops.common.triton_math import (
     LEAST_PROVEN,
     energy,
@@ -53,7 +54,7 @@ def load_scheme(scheme, beta, cell, head, FREE: tl.constexpr, channel, there):
     return shift[None], narrow[None], middle[None], rate[None], tl.load(row + 3 * FREE)
 
 
-@triton.jit
+@launched
 def scan_extremes_kernel(
     f, k, theta, beta, extremes, raised, time, part, start, f_batch, f_row, f_head, FREE: tl.constexpr,
     KEY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
@@ -102,7 +103,7 @@ def load_cells(
     return row, exists, weight, kept, known & (weight > NO_WEIGHT)
 
 
-@triton.jit
+@launched
 def scan_scheme_kernel(
     extremes, beta, log_weight, mean, free, scheme, heaviest, state, raised, parts, MEAN: tl.constexpr,
     FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, STATED: tl.constexpr, PRECISE: tl.constexpr,
@@ -170,7 +171,7 @@ def scan_scheme_kernel(
             tl.store(into + MEAN + channel[None], e, exists & there[None])
 
 
-@triton.jit
+@launched
 def scan_enter_backward_kernel(
     d_state, scheme, beta, log_weight, mean, free, d_log_weight, d_mean, d_free, d_beta, MEAN: tl.constexpr,
     FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr,
@@ -202,7 +203,7 @@ def scan_enter_backward_kernel(
     tl.store(d_beta + (batch * tl.num_programs(0) + head) * FREE + channel, tl.sum(tilt, 0), there)
 
 
-@triton.jit
+@launched
 def scan_pack_kernel(
     q, k, g, v, f, beta, scheme, q_out, k_out, g_out, items, time, heads, g_row, v_batch, v_row, v_head, f_batch, f_row,
     f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, CAST_Q: tl.constexpr,
@@ -257,7 +258,7 @@ def store_decays(to, x, inside, decay, GIVEN: tl.constexpr, DECAYS: tl.constexpr
     tl.store(to, x, there)
 
 
-@triton.jit
+@launched
 def scan_pack_backward_kernel(
     d_items, d_decay, g, f, beta, scheme, d_g, d_v, d_f, d_beta, time, heads, g_row, d_g_row, f_batch, f_row, f_head,
     d_v_row, d_v_head, d_f_row, d_f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr,
@@ -351,7 +352,7 @@ def load_sums(
     )
 
 
-@triton.jit
+@launched
 def scan_unpack_kernel(
     sums, weigh, scheme, beta, log_weight, mean, free, raised, doubtful, rows, heads, MEAN: tl.constexpr,
     FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, CELLS: tl.constexpr, ROWS: tl.constexpr,
@@ -376,7 +377,7 @@ def scan_unpack_kernel(
         tl.store(raised + cell, 1)
 
 
-@triton.jit
+@launched
 def scan_unpack_backward_kernel(
     sums, weigh, scheme, beta, d_log_weight, d_mean, d_free, d_sums, d_beta, rows, heads, GRADS: tl.constexpr,
     SLOPE: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr,

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import on
+from fem.ops.common.launch import cdiv, launched, next_power_of_2
 from fem.ops.common.operator import operator
 from fem.ops.common.read import Read
 from fem.ops.common.triton_math import log_1_plus, power_of_2
@@ -42,7 +43,7 @@ def raised(top, x):
     return tl.maximum(top, x), tl.where(rise > 0.0, fraction, 1.0), tl.where(rise > 0.0, 1.0, fraction)
 
 
-@triton.jit(do_not_specialize=["time", "part"])
+@launched(do_not_specialize=["time", "part"])
 def read_part_kernel(
     q, k, v, f, beta, mask, parts, time, part, scale, q_batch, q_head, k_batch, k_head, v_batch, v_head,
     f_batch, f_head, mask_batch, mask_head,
@@ -107,7 +108,7 @@ def read_part_kernel(
         tl.store(to + 2 * FREE, tl.sum(tl.where((share > 0.0)[:, None], share[:, None] * small, 0.0), 0), there)
 
 
-@triton.jit(do_not_specialize=["time"])
+@launched(do_not_specialize=["time"])
 def join_kernel(
     parts, f, beta, mean, free_energy, time, count, f_batch, f_head, f_row: tl.constexpr,
     heads: tl.constexpr, GROUP: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
@@ -148,11 +149,11 @@ def join_kernel(
 def _read(q, k, v, f, beta, mask, scale: float) -> tuple[Tensor, Tensor]:
     shared, f = f is None, v if f is None else f
     (batch, heads, width), (_, kv_heads, time, mean), free = q.shape, v.shape, beta.shape[-1]
-    rows, wide, columns, channels = batch * heads, *(triton.next_power_of_2(max(1, n)) for n in (width, mean, free))
+    rows, wide, columns, channels = batch * heads, *(next_power_of_2(max(1, n)) for n in (width, mean, free))
     keys = max(4, (NUMBERS if free else 2 * NUMBERS) // max(wide, columns, channels))
     count = max(1, min(MOST_PARTS, PROGRAMS // rows, -(-time // LEAST_KEYS)))
-    part = triton.cdiv(triton.cdiv(time, count), keys) * keys
-    count = triton.cdiv(time, part)
+    part = cdiv(cdiv(time, count), keys) * keys
+    count = cdiv(time, part)
     parts = q.new_empty(rows, count, 2 + mean + 3 * free, dtype=torch.float32)
     out = [q.new_empty(batch, 1, heads, n) for n in (mean, free)]
     steps = (0, 0) if mask is None else mask.expand(batch, heads, time).stride()[:2]
@@ -165,9 +166,7 @@ def _read(q, k, v, f, beta, mask, scale: float) -> tuple[Tensor, Tensor]:
             k_row=k.stride(2), v_row=v.stride(2), KEY=width, SHARED=shared, MASKED=mask is not None, KEYS=keys,
             WIDE=wide, **sizes,
         )  # fmt: skip
-        join_kernel[rows,](
-            parts, f, beta, *out, time, count, *f.stride()[:2], PARTS=triton.next_power_of_2(count), **sizes
-        )
+        join_kernel[rows,](parts, f, beta, *out, time, count, *f.stride()[:2], PARTS=next_power_of_2(count), **sizes)
     return tuple(out)
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from fem.ops.common.backend import on
+from fem.ops.common.launch import cdiv, launched, next_power_of_2
 from fem.ops.common.merge_kernels import LOG_ZERO, NO_WEIGHT, NUMBERS, expm1, log1p
 from fem.ops.common.read import Terms
 
 LEAST = tl.constexpr(1.1754943508222875e-38)
 
 
-@triton.jit
+@launched
 def mix_token_kernel(
     mixing, weight, mean, free, beta, weight_mixed, mean_mixed, free_mixed, beta_head, beta_channel,
     heads: tl.constexpr, WIDTH: tl.constexpr, FREE: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
@@ -51,10 +51,10 @@ def mix_token(mixing: Tensor, terms: Terms, beta: Tensor) -> Terms:
     (batch, _, heads, width), free = terms.mean.shape, beta.shape[-1]
     given = [x.contiguous() for x in (mixing, *terms)]
     mixed = Terms(*(x.new_empty(x.shape) for x in terms))
-    channels = triton.next_power_of_2(width)
+    channels = next_power_of_2(width)
     block = min(channels, max(1, NUMBERS // channels))
     with on(mixing.device):
-        mix_token_kernel[batch * heads, triton.cdiv(width, block)](
+        mix_token_kernel[batch * heads, cdiv(width, block)](
             *given, beta, *mixed, *beta.stride(), heads=heads, WIDTH=width, FREE=free, CHANNELS=channels, BLOCK=block
         )
     return mixed

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import differentiated, on
 from fem.ops.common.joined import by_tokens
+from fem.ops.common.launch import cdiv, launched, next_power_of_2
 from fem.ops.common.merge_kernels import (
     LOG_ZERO,
     NO_WEIGHT,
@@ -90,7 +91,7 @@ def entered(weight, lost, mean, free, fall, x, value, energy, rate, HAS_V: tl.co
     return merged(weight, lost, mean, free, x, value[:, None], energy[:, None], rate[:, None], HAS_V, HAS_F)
 
 
-@triton.jit
+@launched
 def ssm_kernel(
     delta, log_delta, log_b, log_c, opens, v, f, a, skip, beta, first_weight, first_mean, first_free,
     weights, means, frees, last_weight, last_mean, last_free, kept_weight, kept_mean, kept_free, ends, T, W, v_row,
@@ -172,7 +173,7 @@ def read_at(
     return total, mean, free, d_total, d_mean, d_free
 
 
-@triton.jit
+@launched
 def ssm_backward_kernel(
     delta, log_delta, log_b, log_c, opens, v, f, a, skip, beta, weights, means, frees, kept_weight, kept_mean,
     kept_free, old_weight, old_mean, old_free, d_weights, d_means, d_frees, d_last_weight, d_last_mean, d_last_free,
@@ -314,14 +315,14 @@ def _results(inputs: Sequence[Tensor | None], chunk: int) -> list[Tensor]:
     read = [x.delta.new_empty(part.shape) for part in parts]
     after, borders = (
         [x.delta.new_empty(batch, *count, part.shape[2], rank) for part in parts]
-        for count in ((), (triton.cdiv(time, chunk) if chunk else 0,))
+        for count in ((), (cdiv(time, chunk) if chunk else 0,))
     )
     return [*read, *after, *borders]
 
 
 def sizes_of(rank: int) -> dict[str, int]:
     """What the kernels are built for, by the number of states."""
-    states = triton.next_power_of_2(rank)
+    states = next_power_of_2(rank)
     block = max(LEAST_BLOCK, CELLS // states)
     return {"N": rank, "STATES": states, "BLOCK": block, "num_warps": block * states // CELLS}
 
@@ -330,7 +331,7 @@ def _launch(x: SsmInputs) -> tuple[tuple[int, int], dict]:
     """The grid, and the sizes and flags of either kernel."""
     (batch, time, width), sizes = x.delta.shape, sizes_of(x.a.shape[1])
     flags = {"HAS_V": x.v.shape[2] > 0, "HAS_F": x.f.shape[2] > 0}
-    return (triton.cdiv(width, sizes["BLOCK"]), batch), {"T": time, "W": width} | sizes | flags
+    return (cdiv(width, sizes["BLOCK"]), batch), {"T": time, "W": width} | sizes | flags
 
 
 def _given(inputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], dict[str, int]]:

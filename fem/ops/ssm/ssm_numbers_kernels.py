@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fem.ops.common.backend import on
 from fem.ops.common.joined import tokens_apart
+from fem.ops.common.launch import cdiv, launched
 from fem.ops.common.merge_kernels import NUMBERS
 from fem.ops.common.operator import again_differentiable
 from fem.ops.common.triton_math import exact_softplus
@@ -52,7 +53,7 @@ def through_positive(x, d_y, d_log, d_x, at, size, width, row, SIGN: tl.constexp
     tl.store(d_x + at, total, at < size)
 
 
-@triton.jit
+@launched
 def numbers_kernel(
     delta, a, b, c, d, delta_out, a_out, b_out, c_out, d_out, log_delta, log_b, log_c, steps, rates, states, channels,
     delta_row, b_row, c_row, N, BLOCK: tl.constexpr,
@@ -66,7 +67,7 @@ def numbers_kernel(
     positive(d, d_out, None, at, channels, channels, channels, 1.0)
 
 
-@triton.jit
+@launched
 def numbers_backward_kernel(
     delta, a, b, c, d, d_delta, d_a, d_b, d_c, d_d, d_log_delta, d_log_b, d_log_c, delta_out, a_out, b_out, c_out,
     d_out, steps, rates, states, channels, delta_row, b_row, c_row, N, BLOCK: tl.constexpr,
@@ -120,4 +121,4 @@ def _launch(kernel, logits, others) -> None:
     delta, a, b, c, d = logits
     sizes, rows = [x.numel() for x in (delta, a, b, d)], [x.stride(1) for x in (delta, b, c)]
     with on(delta.device):
-        kernel[triton.cdiv(max(sizes), NUMBERS),](*logits, *others, *sizes, *rows, a.shape[-1], BLOCK=NUMBERS)
+        kernel[cdiv(max(sizes), NUMBERS),](*logits, *others, *sizes, *rows, a.shape[-1], BLOCK=NUMBERS)

@@ -16,7 +16,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from fem.models import FEMConfig, FEMForCausalLM
 from fem.models.arguments import Inputs
 from fem.models.engines.parallel import check_heads
-from fem.ops.common.shared import shared_by_layers
+from fem.ops.common.shared import Known
 from fem.projection import Projection
 from fem.train.throughput import flops_per_token
 
@@ -104,9 +104,9 @@ class FEMDecoder(BaseModel):
         else:  # named by the place in the row where they start, by which the parts know those that go on
             begin = self.sharing.get_local_rank() * x.shape[1]
             documents = torch.arange(begin, begin + x.shape[1], device=x.device) - positions
-        with shared_by_layers():
-            for block in self.layers.values():
-                x = block(x, segment_ids=documents)
+        known = Known()
+        for block in self.layers.values():
+            x = block(x, segment_ids=documents, known=known)
         if self.norm is not None:
             x = self.norm(x)
         return x if self.lm_head is None or self._skip_lm_head else self.lm_head(x)

@@ -11,6 +11,7 @@ the keys of a row in documents and windows; None: it sees all, or if CAUSAL thos
 import triton
 import triton.language as tl
 
+from fem.ops.common.launch import launched
 from fem.ops.common.triton_math import STEP, logarithm, slope_of_beta, softplus
 from fem.ops.softmax.fused.elementwise_kernels import is_doubtful, load_scheme
 
@@ -90,7 +91,7 @@ def row_logits(
         return found
 
 
-@triton.jit
+@launched
 def doubtful_rows_kernel(
     q, k, f, lse, out, first_key, end_key, scheme, beta, exact, flags, inner, outer, inner_up, inner_bias, outer_up,
     outer_bias, o, time, bound_batch, tiles, scale, eps,
@@ -152,7 +153,7 @@ def doubtful_rows_kernel(
                     tl.store(exact + (token * heads + head) * FREE + channel, free_energy, doubtful)
 
 
-@triton.jit
+@launched
 def doubtful_queries_backward_kernel(
     q, k, f, lse, out, first_key, end_key, scheme, beta, exact, flags, d_free, d_q, d_theta, time, bound_batch, tiles,
     scale,
@@ -196,7 +197,7 @@ def doubtful_queries_backward_kernel(
         tl.store(to, tl.load(to, there, other=0.0) + beta_sum * slope_of_beta(rate), there)
 
 
-@triton.jit
+@launched
 def doubtful_keys_backward_kernel(
     q, k, f, lse, out, first_key, end_key, scheme, beta, exact, flags, d_free, d_k, d_f, raised, time, bound_batch,
     tiles, scale,

@@ -19,6 +19,7 @@ RANK: of slim gates, whose logits are U z + b; `inner` and `outer` are then z, (
 import triton
 import triton.language as tl
 
+from fem.ops.common.launch import launched
 from fem.ops.common.triton_math import (
     LEAST_PROVEN,
     energy,
@@ -62,7 +63,7 @@ def load_logits(
         return found
 
 
-@triton.jit
+@launched
 def rotate_kernel(
     q, k, q_out, k_out, cos, sin, parts, rows, period,
     q_row: tl.constexpr, k_row: tl.constexpr, q_out_row: tl.constexpr, k_out_row: tl.constexpr,
@@ -97,7 +98,7 @@ def rotate_kernel(
         tl.store(at + WIDTH // 2, tl.sum(high, 0), plane < WIDTH // 2)
 
 
-@triton.jit
+@launched
 def extremes_kernel(
     v, h, weight, f, both, theta, beta, extremes, time, first, v_row: tl.constexpr, h_row: tl.constexpr,
     f_row: tl.constexpr, f_head: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr,
@@ -143,7 +144,7 @@ def extremes_kernel(
     tl.store(at + heads * FREE, tl.max(high, 0), there)
 
 
-@triton.jit
+@launched
 def pack_kernel(
     v, f, extremes, beta, both, scheme, time, parts, v_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr,
     MEAN: tl.constexpr, FREE: tl.constexpr, SHARED: tl.constexpr, CONTEXT: tl.constexpr, ROWS: tl.constexpr,
@@ -186,7 +187,7 @@ def pack_kernel(
     tl.store(packed + MEAN, energy(z, narrow[None]), inside)
 
 
-@triton.jit
+@launched
 def pack_backward_kernel(
     d_both, v, h, weight, f, scheme, beta, raised, d_v, d_eta, d_theta, parts, time, v_row: tl.constexpr,
     h_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr, d_v_row: tl.constexpr, MEAN: tl.constexpr,
@@ -228,7 +229,7 @@ def pack_backward_kernel(
         tl.store(at, tl.sum(tl.where(inside, d, 0.0), 0), column < width)
 
 
-@triton.jit
+@launched
 def mix_kernel(
     out, inner, outer, inner_up, inner_bias, outer_up, outer_bias, scheme, beta, o, flags, time, eps,
     inner_row: tl.constexpr, outer_row: tl.constexpr, GROUP: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
@@ -271,7 +272,7 @@ def mix_kernel(
     tl.store(o + token * heads * width + head * width + column[None], u, inside)
 
 
-@triton.jit
+@launched
 def mix_backward_kernel(
     d_o, out, inner, outer, inner_up, inner_bias, outer_up, outer_bias, scheme, beta, exact, flags, d_out, d_inner,
     d_outer, d_biases, d_free, d_theta, time, eps,

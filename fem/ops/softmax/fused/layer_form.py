@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import triton
 from jaxtyping import Float
 from torch import Tensor
+
+from fem.ops.common.launch import cdiv, next_power_of_2
 
 TILE_NUMBERS = 1024  # of a tile, 8 for each of 128 threads
 MODULATED = 2048  # of a tile that is multiplied by 1 + W h: fewer tokens would read W more often
@@ -104,11 +105,11 @@ class Sizes(NamedTuple):
 @functools.lru_cache(1024)
 def sizes_of(form: Form, batch: int, time: int) -> Sizes:
     """The grids and sizes with which the kernels of one call are launched."""
-    power = triton.next_power_of_2
+    power = next_power_of_2
     columns = power(form.width)
     rows = rows_of_tile(form)
-    tiles = triton.cdiv(time, rows)
-    flags = power(triton.cdiv(tiles, SPANS))
+    tiles = cdiv(time, rows)
+    flags = power(cdiv(tiles, SPANS))
     group, halves = {"GROUP": form.heads // form.kv_heads}, {"MEAN": form.mean, "FREE": form.free}
     mix = {**group, **halves, "SHARED": form.shared, "RANK": form.rank, "GATED": form.gated, "ROWS": rows}
     channels, half = power(max(form.free, 1)), power(form.key_width // 2)
@@ -118,17 +119,17 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
         columns, rows = max(columns, LEAST), max(LEAST, MODULATED // columns)
         channels = columns
     values = {**halves, "SHARED": form.shared, "CONTEXT": form.context, "ROWS": rows}
-    turned, parts, heads = max(1, TILE_NUMBERS // half), triton.cdiv(time, PART), form.heads + form.kv_heads
+    turned, parts, heads = max(1, TILE_NUMBERS // half), cdiv(time, PART), form.heads + form.kv_heads
     return Sizes(
         tiles,
         flags,
         power(tiles * form.heads // form.kv_heads),
         power(parts),
         reads=(form.heads, tiles, batch),
-        values=(form.kv_heads, triton.cdiv(time, rows), batch),
-        spans=(form.heads, triton.cdiv(tiles, flags), batch),
+        values=(form.kv_heads, cdiv(time, rows), batch),
+        spans=(form.heads, cdiv(tiles, flags), batch),
         parts=(form.kv_heads, parts, batch),
-        turns=(heads * triton.cdiv(batch * time, turned),),
+        turns=(heads * cdiv(batch * time, turned),),
         mix=mix | {"COLUMNS": max(columns, LEAST if form.rank else 1)},
         pack={**values, "COLUMNS": columns},
         extremes={**values, "PART": PART, "COLUMNS": channels},
@@ -139,7 +140,7 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
 
 def rows_of_tile(form: Form) -> int:
     """Tokens of a tile."""
-    return max(LEAST if form.rank else 1, TILE_NUMBERS // triton.next_power_of_2(form.width))
+    return max(LEAST if form.rank else 1, TILE_NUMBERS // next_power_of_2(form.width))
 
 
 def row_stride(x: Tensor) -> int:
