@@ -92,7 +92,8 @@ def mixed(
     it, None where the call returns no state. Nothing where another form has to read the call.       (Eq. 4, 10, 11)
     """
     if not fits(layer, call):
-        return None
+        o = _mixed_by_parts(layer, call, features)
+        return None if o is None else (o, None)
     read = _softmax_mixed if type(layer.prior) is SoftmaxPrior else _linear_mixed
     return read(layer, call, features)
 
@@ -134,6 +135,57 @@ def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str
     o, memory = prefill(*inputs, call.tokens.keep)
     memory = memory._replace(log_weight=memory.log_weight.squeeze(-1))._asdict()
     return o, {name: x for name, x in memory.items() if config.use_lse or name != "free_energy"}
+
+
+def gated(
+    head, logits: Sequence[Tensor | None], q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> Float[Tensor, "b t h d"] | None:
+    """`mixed` of what somebody else's maps have made: queries, keys, values, and the logits of lambda and g, (B, T,
+    H d) each or None. `head` has the gate and beta. Nothing where another form has to read them.
+    """
+    heads, width, free = q.shape[2], v.shape[3], 0 if head.beta is None else v.shape[3]
+    sizes = heads, k.shape[2], q.shape[3], width
+    kernel, inputs = _kernel_of_parts(head, q, sizes, causal), (q, k, v, *logits)
+    if kernel is None or k.shape[1] != q.shape[1] or not plain_tensors(*inputs):
+        return None
+    from fem.ops.softmax.fused.gated_read import gated_read  # by Triton, which the library does not require
+    from fem.ops.softmax.fused.layer_form import Form, Options
+
+    form = Form(*sizes, free, free > 0, causal, False, logits[1] is not None, 0, 0, kernel == "flash")
+    start, theta = (0.0, None) if head.beta is None else (head.beta.start, head.beta.theta)
+    options = Options(form, q.shape[3] ** -0.5 if scale is None else scale, head.gate.config.eps, start)
+    *parts, inner, outer = (x if x is None else x.to(DTYPE) for x in inputs)
+    by_heads = [x if x is None else x.unflatten(-1, (heads, width)) for x in (inner, outer)]
+    return gated_read(options, *parts, *by_heads, theta)
+
+
+def _kernel_of_parts(head, x: Tensor, sizes: tuple[int, int, int, int], causal: bool) -> str | None:
+    """The kernel of attention by which `gated` reads parts like x of these sizes, in an eager call; None: by none."""
+    theta, parts = ([], [head.gate]) if head.beta is None else ([head.beta.theta], [head.gate, head.beta])
+    if not available(x) or torch.compiler.is_compiling() or head.gate.per_head or not multiplies_bfloat16(x.device):
+        return None
+    if product_dtype(x) != DTYPE or not (0 < x.shape[0] <= _MOST_ROWS and 2 <= x.shape[1] <= _MOST_TOKENS):
+        return None
+    if any(map(watched, parts)) or not plain_tensors(x, *theta):
+        return None
+    return _kernel(x.device.index or 0, *sizes[:3], sizes[3] * (1 + len(theta)), causal)
+
+
+def _mixed_by_parts(layer, call: Call, features: Tensor) -> Tensor | None:
+    """A softmax layer whose maps have adapters or hooks, or are sharded."""
+    config, prior, marks = layer.config, layer.prior, (call.tokens.keep, call.tokens.document, call.memory)
+    known = type(prior) is SoftmaxPrior and not watched(prior) and config.backend in ("auto", "sdpa")
+    if not known or config.window is not None or any(mark is not None for mark in marks):
+        return None
+    others = config.value_logexp_cap, config.free_share, config.free_alone or None
+    if any(other is not None for other in others) or config.use_lse != (layer.beta is not None):
+        return None
+    sizes = config.n_head, config.kv_heads, config.key_width, config.value_width
+    if _kernel_of_parts(layer, call.x, sizes, config.causal) is None:
+        return None
+    q, k = prior.queries_and_keys(features, call.tokens.position)
+    v = layer.modulated(call.x, features)
+    return gated(layer, layer.gate.logits(features), q, k, v, config.causal, None)
 
 
 def _bounded(layer, call: Call) -> bool:

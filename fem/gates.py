@@ -98,7 +98,7 @@ class TwoLevelGate(nn.Module):
 
     def forward(self, features: Float[Tensor, "*t f"] | list[Tensor | None], read: Read) -> Float[Tensor, "*t h d"]:
         """o = g ((1 - lambda) mean + lambda F), of the features or of the gates' logits.                (Eq. 11)"""
-        inner, outer = self._logits(features)
+        inner, outer = self.logits(features)
         if not self.per_head and by_kernels(*read, inner, outer, differentiable=True):
             from fem.ops.common.token_kernels import gated  # by Triton, which the library does not require
 
@@ -107,7 +107,7 @@ class TwoLevelGate(nn.Module):
 
     def factors(self, features: Float[Tensor, "*t f"]) -> tuple[Tensor | None, Tensor | None]:
         """lambda and g, (.., H, d_v) each, or (.., H, 1) of one number per head; None where the part is off."""
-        inner, outer = self._logits(features)
+        inner, outer = self.logits(features)
         return self._lambda(inner), None if outer is None else self._gate(self._by_heads(outer))
 
     def _mixed(
@@ -121,7 +121,7 @@ class TwoLevelGate(nn.Module):
         by_hand = differentiated(a, u) and not (self.per_head or torch.compiler.is_compiling() or transformed(a, u))
         return _Gated.apply(a, u, self.config.eps) if by_hand and a.dtype == u.dtype else self._gate(a).to(u.dtype) * u
 
-    def _logits(self, features: Float[Tensor, "*t f"] | list[Tensor | None]) -> list[Float[Tensor, "*t h_d"] | None]:
+    def logits(self, features: Float[Tensor, "*t f"] | list[Tensor | None]) -> list[Float[Tensor, "*t h_d"] | None]:
         if isinstance(features, list):  # they are known (`fem.joint_maps`)
             return features
         return [None if gate is None else gate(features) for gate in (self.inner, self.outer)]

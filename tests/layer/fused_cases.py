@@ -1,5 +1,6 @@
 """Fused layers in Triton's interpreter against the plain form in float64: `test_fused.py` runs this file."""
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -11,6 +12,8 @@ import triton.language as tl
 from torch.utils.checkpoint import checkpoint
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer, joint_maps
+from fem.models import replace_attention
+from fem.models.surgery import head
 from fem.ops.common import joined, part_kernels, row_maps
 from fem.ops.linear_attention import doubtful_tokens, kernel_read, mixed_read, scan_kernels
 from fem.ops.softmax.fused import doubt_kernels as doubt
@@ -87,10 +90,10 @@ def exact(layer):
     return twin
 
 
-def trained(layer, x, gradient, **marks):
-    x = x.detach().requires_grad_()
+def trained(layer, x, gradient, parameters=None, **marks):
+    x, parameters = x.detach().requires_grad_(), layer.parameters() if parameters is None else parameters
     y = layer(x, **marks)
-    return [y, *torch.autograd.grad(y, [x, *layer.parameters()], gradient.to(y.dtype), materialize_grads=True)]
+    return [y, *torch.autograd.grad(y, [x, *parameters], gradient.to(y.dtype), materialize_grads=True)]
 
 
 def errors(layer, x):
@@ -134,6 +137,39 @@ def test_values_of_any_span_are_read_exactly(name, values):
     spread(layer, *VALUES[values])
     found = errors(layer, torch.randn(2, 19, 20))
     assert max(found.values()) < (2e-3 if values in ("nearly equal", "offset") else 5e-5), found
+
+
+def hooked(layer):
+    layer.value.register_forward_hook(lambda *inputs: None)
+
+
+@pytest.mark.parametrize("name, values", [
+    *((name, "usual") for name in ("slim", "attention", "attention and the outer gate", "no outer gate")),
+    *product(("both directions", "slim, grouped, conditioner"), ("usual", "spikes of 300 nats")),
+])  # fmt: skip
+def test_what_maps_of_somebody_else_make_is_read_exactly(name, values, monkeypatch):
+    layer = build(LAYERS[name])
+    spread(layer, *VALUES[values])
+    hooked(layer)
+    monkeypatch.setattr(layer.prior, "read", None)
+    found = errors(layer, torch.randn(2, 19, 20))
+    assert max(found.values()) < 5e-5, found
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_replaced_attention_is_read_exactly(causal, monkeypatch):
+    torch.manual_seed(0)
+    layer = replace_attention(torch.nn.MultiheadAttention(24, 2, batch_first=True))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    twin, x, gradient = deepcopy(layer).double(), torch.randn(2, 19, 24), torch.randn(2, 19, 24)
+    options = {"attn_mask": torch.ones(19, 19, dtype=torch.bool).triu(1), "is_causal": True} if causal else {}
+    wanted = trained(lambda x: twin(x, x, x, **options)[0], x.double(), gradient, twin.parameters())
+    monkeypatch.setattr(head, "softmax_read", None)
+    found = trained(lambda x: layer(x, x, x, **options)[0], x, gradient, layer.parameters())
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() < 2e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
 
 
 @pytest.mark.parametrize("name", ["full", "slim, grouped, conditioner", "gla", "linear, slim, split, conditioner"])
@@ -431,10 +467,6 @@ def test_the_maps_of_a_row_are_one_product(name, monkeypatch):
     found = errors(layer, torch.randn(2, 9, 20))
     assert max(found.values()) < 2e-5, found
     assert len(products) == 1
-
-
-def hooked(layer):
-    layer.value.register_forward_hook(lambda *inputs: None)
 
 
 def adapted(layer):

@@ -8,10 +8,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from fem import fused_layer
 from fem.config import FreeEnergyMixerConfig
 from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
 from fem.inspection import Reading, softmax_tables
+from fem.ops.common.precision import product_dtype
 
 LAMBDA_INIT = -10.0  # lambda = 4.5e-5
 
@@ -24,7 +26,7 @@ class FreeEnergyHead(nn.Module):
 
     W_lambda and W_g start at almost 0, so at the start lambda = sigmoid(lambda_init) and g = 1 for every token, and
     o = mean up to lambda (F - mean). features (B, T_q, D) feed the gates; q (B, T_q, H, d_k), k, v (B, T, H_kv, .);
-    the result is (B, T_q, H, d_v).
+    the result is (B, T_q, H, d_v). Under autocast q, k and v are cast to its dtype, as the original's attention does.
     """
 
     def __init__(self, config: FreeEnergyMixerConfig):
@@ -52,9 +54,14 @@ class FreeEnergyHead(nn.Module):
         causal: bool,
         scale: float | None,
     ) -> Float[Tensor, "b tq h dv"]:
+        logits, (q, k, v) = self.gate.logits(features), (x.to(product_dtype(x)) for x in (q, k, v))
+        if bias is None and self.backend in ("auto", "sdpa"):
+            o = fused_layer.gated(self, logits, q, k, v, causal, scale)
+            if o is not None:
+                return o
         beta = None if self.beta is None else self.beta()
         read = softmax_read(q, k, v, beta, causal=causal, scale=scale, bias=bias, backend=self.backend)
-        return self.gate(features, read)
+        return self.gate(logits, read)
 
     def inspect(self, features, q, k, v, bias, causal: bool, scale: float | None) -> Reading:
         """Tables of what `forward` reads: O(T) reads and O(T^2) memory per channel, so only for small T."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fem.ops.common.tokens import last_kept_before
 
@@ -34,12 +35,25 @@ def check_mask(attention_mask, keys: int, further: dict) -> None:
     packed = further.get("cu_seq_lens_q") is not None
     looks = isinstance(position, Tensor) and not position.is_meta and not torch.compiler.is_compiling()
     if not packed and looks and position.dim() == 2:
-        packed = bool((position.diff(dim=-1) <= 0).any())
+        packed = _restarts(position)
     if packed:
         raise ValueError(
             f"attention_mask must show the documents of position_ids or cu_seq_lens_q, got None; {BY_MASKS}, and pass "
             "use_cache=False."
         )
+
+
+_rising = WeakIdKeyDictionary()  # positions that were seen to rise, and in which version: all layers are given the same
+
+
+def _restarts(position: Int[Tensor, "b t"]) -> bool:
+    version = None if position.is_inference() else position._version
+    if version is not None and _rising.get(position) == version:
+        return False
+    if bool((position.diff(dim=-1) <= 0).any()):
+        return True
+    _rising[position] = version
+    return False
 
 
 def tokens_of(mask: Tensor, time: int, causal: bool) -> tuple[Bool[Tensor, "b t"], Int[Tensor, "b t"]]:

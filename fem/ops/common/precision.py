@@ -41,9 +41,10 @@ def normed_softplus(a: Tensor, eps: float) -> Tensor:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """In which a layer's maps multiply x."""
-    autocast = torch.is_autocast_enabled(x.device.type)
-    return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    """In which a layer's maps multiply x. Autocast leaves float64 as it is, and does not know the meta device."""
+    kind = x.device.type
+    cast = x.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if cast else x.dtype
 
 
 # The certificate. Terms are at most 1, and underflow takes at most e^-87 from each (e^-700 in float64): a sum that is

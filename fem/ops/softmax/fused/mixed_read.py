@@ -11,7 +11,6 @@ torch's attention there are 6 launches forward and 7 backward. Nothing waits for
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,13 +21,8 @@ from torch import Tensor
 from fem.ops.common.backend import keeps_graphs, on
 from fem.ops.common.joined import joined
 from fem.ops.common.operator import operator, refuse_second_derivatives
-from fem.ops.common.part_kernels import sum_all
-from fem.ops.softmax.fused import bounded_attention, fused_attention
-from fem.ops.softmax.fused import elementwise_kernels as K
-from fem.ops.softmax.fused.doubt import Doubt, Known, settle, through_doubt
-from fem.ops.softmax.fused.layer_form import Form, Options, Sizes, row_stride, rows_of_tile, sizes_of, strides
-
-BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
+from fem.ops.softmax.fused.layer_form import Form, Options, rows_of_tile
+from fem.ops.softmax.fused.parts_read import Beside, Totals, read_parts, through_parts
 
 
 def mixed_read(
@@ -119,44 +113,12 @@ def _on_its_device(function: Callable) -> Callable:
 
 @_on_its_device
 def _mixed_forward(*inputs, seen: Sequence[Tensor] = (), differentiated: bool = False) -> list[Tensor]:
-    """o, and what the backward needs: the product, [v | e] and f where they are other tensors, where a free energy is
-    read beta, the scheme and the flags, [mean | R] where o is another tensor, and the logarithms of attention's sums.
-    """
+    """o, and what the backward needs: the product, and what `read_parts` keeps."""
     x, weight, bias, value_scale, *ups, theta, cos, sin, form, scale, eps, start = inputs
-    joint = F.linear(x, weight, bias)
-    q, k, v, *gates = form.parts(joint)
-    (batch, time), sizes, kept = q.shape[:2], sizes_of(form, *q.shape[:2]), [joint]
-    if form.rotary:
-        _rotate(q, k, q, k, cos, sin, None, 1, sizes)
-    both, f, beta, scheme = v, None, None, None
-    if form.packs:
-        h = x[..., x.shape[2] - form.context :]
-        both, f, beta, scheme = _launch_pack(v, h, value_scale, theta, start, form, sizes)
-        kept += [both, f] if form.apart else [both]
-    if not seen:
-        out, lse = fused_attention.kernel_attention(q, k, both, scale, form.causal, form.kernel)
-    else:
-        out, lse = bounded_attention.bounded_attention(q, k, both, scale, form.causal, seen, differentiated)
-    if not form.mixes:
-        return [out, *kept, lse]
-    gates = [out if gate is None else gate for gate in gates]  # which no kernel reads
-    o = out.new_empty(*q.shape[:3], form.width)
-    flags = torch.empty(batch, form.heads, sizes.tiles, dtype=torch.int32, device=o.device)
-    K.mix_kernel[sizes.reads](
-        out, *gates, *ups, scheme, beta, o, flags, time, eps, *map(row_stride, gates), **sizes.mix
-    )
-    if not form.free:
-        return [o, *kept, out, lse]
-    known = Known(q, k, f, lse, out, *(seen[:2] or (None, None)), scheme, beta)
-    settle(known, o, flags, gates, ups, o, scale, eps, form, sizes)
-    return [o, *kept, beta, scheme, flags, out, lse]
-
-
-def _free_values(form: Form, v: Tensor, both: Tensor, apart: Tensor | None) -> Float[Tensor, "b t h df"]:
-    """f, columns of v; with a conditioner those of [v | e] whose mean is read, too, or a tensor of their own."""
-    if form.context:
-        return both[..., : form.free] if form.shared else apart
-    return v[..., form.width - form.free :]
+    joint, options = F.linear(x, weight, bias), Options(form, scale, eps, start)
+    parts, beside = form.parts(joint), Beside(x[..., x.shape[2] - form.context :], value_scale, ups, cos, sin, seen)
+    o, *kept = read_parts(options, parts, parts[:2], theta, beside, differentiated)
+    return [o, joint, *kept]
 
 
 @_on_its_device
@@ -172,66 +134,22 @@ def _mixed_backward(
     """Gradients of x, weight, bias and W_v; of the second maps of slim gates, one behind the other, and of their
     biases; and of theta."""
     x, weight, bias, value_scale, *ups, theta, cos, sin = kept[:_TENSORS]
-    o, joint, *rest, lse = kept[_TENSORS:]
+    o, joint, *kept = kept[_TENSORS:]
     d_joint = torch.empty_like(joint)
-    q, k, v, *gates = form.parts(joint)
-    to_q, to_k, to_v, *d_gates = form.parts(d_joint)
-    both = rest.pop(0) if form.packs else v
-    f = _free_values(form, v, both, rest.pop(0) if form.apart else None)
-    beta, scheme, flags, out = rest if form.free else (None, None, None, rest[0] if form.mixes else o)
-    sizes, h = sizes_of(form, *q.shape[:2]), x[..., x.shape[2] - form.context :]
-    known = Known(q, k, f, lse, out, *(seen[:2] or (None, None)), scheme, beta)
-    doubtful = Doubt.of(q, beta, form, sizes) if form.free else None
-
+    beside = Beside(x[..., x.shape[2] - form.context :], value_scale, ups, cos, sin, seen)
+    parts, d_parts = form.parts(joint), form.parts(d_joint)
     d_bias, d_theta = (None if y is None else torch.empty_like(y) for y in (bias, theta))
     keys, values = (form.heads + form.kv_heads) * form.key_width, form.kv_heads * form.width
     to_keys, to_values, to_gates = (
         [None] * 3 if bias is None else d_bias.split_with_sizes([keys, values, len(bias) - keys - values])
     )
     if form.rank:  # whose biases are those of the second maps
-        there, biased = sum(gate is not None for gate in gates), ups[1] is not None or ups[3] is not None
+        there, biased = sum(gate is not None for gate in parts[3:]), ups[1] is not None or ups[3] is not None
         to_gates = joint.new_empty(there, form.heads * form.width) if biased else None
-    sums = []  # what tiles give small gradients, and these
+    totals = Totals(to_keys, to_values, to_gates, d_theta)
+    options = Options(form, scale, eps, start)
+    d_ups, d_eta = through_parts(options, grad, o, kept, parts, d_parts, totals, beside)[2:]
 
-    def parts_of(total: Tensor | None, count: int) -> Float[Tensor, "n c"] | None:
-        """For as many tiles as there are; None where nothing is summed."""
-        if total is None or not total.numel():
-            return None
-        sums.append((lse.new_empty(count, total.numel()), total))
-        return sums[-1][0]
-
-    d_out, d_ups = grad.contiguous(), None
-    if form.mixes:
-        gate_parts = parts_of(to_gates, math.prod(sizes.reads[1:]))
-        d_out, d_ups = _through_gates(
-            d_out, known, flags, doubtful, o, joint, gates, ups, d_gates, gate_parts, form, scale, eps, sizes
-        )
-    if not seen:
-        inputs = d_out, q, k, both, out, lse, scale, form.causal, form.kernel
-        d_q, d_k, d_both = fused_attention.kernel_attention_backward(*inputs)
-    else:
-        inputs = d_out, q, k, both, out, scale, form.causal, seen
-        d_q, d_k, d_both = bounded_attention.bounded_attention_backward(*inputs)
-    raised = theta_parts = d_eta = None
-    if form.free:
-        raised = through_doubt(d_q, d_k, to_v, known, flags, doubtful, form, scale, sizes)
-        theta_parts = doubtful.value_parts
-    if form.context:
-        d_eta = v.new_empty(v.shape)
-    K.pack_backward_kernel[sizes.values](
-        d_both, v, h, value_scale, f, scheme, beta, raised, to_v, d_eta, theta_parts,
-        parts_of(to_values, math.prod(sizes.values[1:])), q.shape[1], row_stride(v), row_stride(h), *strides(f),
-        row_stride(to_v), **sizes.pack,
-    )  # fmt: skip
-    key_parts = parts_of(to_keys, sizes.turns[0] // (form.heads + form.kv_heads))
-    _rotate(d_q, d_k, to_q, to_k, cos, sin, key_parts, -1, sizes)
-    if theta is not None:
-        sums.append((doubtful.theta_parts(form), d_theta))
-    if sums:
-        sum_all(sums)
-
-    del d_q, d_k, d_both, d_out, doubtful  # before dx is allocated
-    sums.clear()
     flat, features = d_joint.flatten(0, 1), x.flatten(0, 1)
     d_x, d_scale = flat @ weight, None
     if form.context:
@@ -239,69 +157,6 @@ def _mixed_backward(
         d_x[:, -form.context :].addmm_(d_eta, value_scale)
         d_scale = d_eta.T @ features[:, -form.context :]
     return [d_x.view(x.shape), flat.T @ features, d_bias, d_scale, d_ups, to_gates if form.rank else None, d_theta]
-
-
-def _through_gates(
-    grad, known, flags, doubtful: Doubt | None, o, joint, gates, ups, d_gates, parts, form: Form, scale, eps, sizes
-):
-    """The gradient of [mean | R], and those of the second maps of slim gates; writes those of the gates' columns."""
-    q, out, scheme, beta = known.q, known.out, known.scheme, known.beta
-    there = [gate is not None for gate in gates]
-    slim = out.new_empty(sum(there), *q.shape[:3], form.width) if form.rank else None
-    targets = iter(slim if form.rank else [d for d in d_gates if d is not None])
-    inputs = [out if gate is None else gate for gate in gates]
-    outputs = [next(targets) if is_there else out for is_there in there]
-    exact = d_free = query_parts = None
-    if doubtful is not None:
-        exact, d_free, _, query_parts, _ = doubtful
-        settle(known, exact, flags, inputs, ups, o, scale, eps, form, sizes)
-    d_out = torch.empty_like(out)
-    K.mix_backward_kernel[sizes.reads](
-        grad, out, *inputs, *ups, scheme, beta, exact, flags, d_out, *outputs, parts, d_free, query_parts,
-        q.shape[1], eps, *map(row_stride, (*inputs, *outputs)), **sizes.mix, num_warps=BACKWARD_WARPS,
-    )  # fmt: skip
-    return d_out, _through_second_maps(joint, gates, ups[::2], slim, d_gates) if form.rank else None
-
-
-def _through_second_maps(joint, gates, ups, d_logits, d_gates) -> Float[Tensor, "g w r"]:
-    """Write the gradients of what the first maps of slim gates gave; return those of the second maps."""
-    ups, maps = [up for up in ups if up is not None], [pair for pair in zip(gates, d_gates) if pair[0] is not None]
-    d_ups = joint.new_empty(len(ups), *ups[0].shape)
-    for d, up, d_up, (z, d_z) in zip(d_logits, ups, d_ups, maps, strict=True):
-        d = d.view(-1, len(up))
-        torch.mm(d, up, out=d_z.flatten(0, 2))
-        torch.mm(d.T, z.flatten(0, 2), out=d_up)
-    return d_ups
-
-
-def _rotate(q, k, q_out, k_out, cos: Tensor | None, sin: Tensor | None, parts: Tensor | None, sign: int, sizes: Sizes):
-    rows = q.shape[0] * q.shape[1]
-    K.rotate_kernel[sizes.turns](
-        q, k, q_out, k_out, cos, sin, parts, rows, rows if cos is None or cos.ndim == 3 else q.shape[1],
-        *map(row_stride, (q, k, q_out, k_out)), q.shape[2], k.shape[2], SIGN=sign, **sizes.rotate,
-    )  # fmt: skip
-
-
-def _launch_pack(
-    v: Tensor, h: Tensor, scale: Tensor | None, theta: Tensor | None, start: float, form: Form, sizes: Sizes
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """[v | e], f, and of a free energy beta and the scheme."""
-    batch, time, channels = *v.shape[:2], form.kv_heads * form.free
-    both = v.new_empty(*v.shape[:3], form.mean + form.free)
-    f = _free_values(form, v, both, v.new_empty(*v.shape[:3], form.free) if form.apart else None)
-    beta = torch.empty(form.kv_heads, form.free, dtype=torch.float32, device=v.device)
-    extremes, scheme = beta.new_empty(batch, sizes.parts[1], 2, channels), beta.new_empty(batch, 2, channels)
-    K.extremes_kernel[sizes.parts](
-        v, h, scale, f, both, theta, beta, extremes, time, start, row_stride(v), row_stride(h), *strides(f),
-        **sizes.extremes,
-    )  # fmt: skip
-    if not form.free:
-        return both, f, None, None
-    K.pack_kernel[sizes.values](
-        v, f, extremes, beta, both, scheme, time, sizes.parts[1], row_stride(v), *strides(f), **sizes.pack,
-        PARTS=sizes.most_parts,
-    )  # fmt: skip
-    return both, f, beta, scheme
 
 
 # --- for torch.compile: the same as two operators, which it does not look into ---------------------------------------
