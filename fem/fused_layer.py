@@ -160,9 +160,9 @@ def gated(
 
 
 def _kernel_of_parts(head, x: Tensor, sizes: tuple[int, int, int, int], causal: bool) -> str | None:
-    """The kernel of attention by which `gated` reads parts like x of these sizes, in an eager call; None: by none."""
+    """The kernel of attention by which `gated` reads parts like x of these sizes; None: it does not."""
     theta, parts = ([], [head.gate]) if head.beta is None else ([head.beta.theta], [head.gate, head.beta])
-    if not available(x) or torch.compiler.is_compiling() or head.gate.per_head or not multiplies_bfloat16(x.device):
+    if not available(x) or head.gate.per_head or not multiplies_bfloat16(x.device):
         return None
     if product_dtype(x) != DTYPE or not (0 < x.shape[0] <= _MOST_ROWS and 2 <= x.shape[1] <= _MOST_TOKENS):
         return None

@@ -158,6 +158,7 @@ def test_what_maps_of_somebody_else_make_is_read_exactly(name, values, monkeypat
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_replaced_attention_is_read_exactly(causal, monkeypatch):
+    """Compiled, too."""
     torch.manual_seed(0)
     layer = replace_attention(torch.nn.MultiheadAttention(24, 2, batch_first=True))
     with torch.no_grad():
@@ -167,9 +168,11 @@ def test_a_replaced_attention_is_read_exactly(causal, monkeypatch):
     options = {"attn_mask": torch.ones(19, 19, dtype=torch.bool).triu(1), "is_causal": True} if causal else {}
     wanted = trained(lambda x: twin(x, x, x, **options)[0], x.double(), gradient, twin.parameters())
     monkeypatch.setattr(head, "softmax_read", None)
-    found = trained(lambda x: layer(x, x, x, **options)[0], x, gradient, layer.parameters())
-    for one, other in zip(found, wanted, strict=True):
-        assert (one - other).norm() < 2e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
+    call = lambda x: layer(x, x, x, **options)[0]  # noqa: E731
+    for read in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        found = trained(read, x, gradient, layer.parameters())
+        for one, other in zip(found, wanted, strict=True):
+            assert (one - other).norm() < 2e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
 
 
 @pytest.mark.parametrize("name", ["full", "slim, grouped, conditioner", "gla", "linear, slim, split, conditioner"])

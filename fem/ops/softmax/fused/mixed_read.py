@@ -21,8 +21,8 @@ from torch import Tensor
 from fem.ops.common.backend import keeps_graphs, on
 from fem.ops.common.joined import joined
 from fem.ops.common.operator import operator, refuse_second_derivatives
-from fem.ops.softmax.fused.layer_form import Form, Options, rows_of_tile
-from fem.ops.softmax.fused.parts_read import Beside, Totals, read_parts, through_parts
+from fem.ops.softmax.fused.layer_form import Form, Options
+from fem.ops.softmax.fused.parts_read import Beside, Totals, read_parts, shapes_of, through_parts
 
 
 def mixed_read(
@@ -179,17 +179,8 @@ def _operator(*inputs):
 def _(*inputs):
     """The shapes of what `_mixed_forward` returns."""
     x, weight, *_, form, _, _, _ = inputs
-    form, (batch, time) = Form(*form), x.shape[:2]
-    head = lambda width, heads=form.heads: x.new_empty(batch, time, heads, width)  # noqa: E731
-    o, kept = head(form.width), [x.new_empty(batch, time, weight.shape[0])]
-    kept += [head(form.mean + form.free, form.kv_heads)] if form.packs else []
-    kept += [head(form.free, form.kv_heads)] if form.apart else []
-    lse = x.new_empty(batch, form.heads, time, dtype=torch.float32)
-    if not form.free:
-        return [o, *kept, *([head(form.width)] if form.gated else []), lse]
-    beta, scheme = lse.new_empty(form.kv_heads, form.free), lse.new_empty(batch, 2, form.kv_heads * form.free)
-    flags = lse.new_empty(batch, form.heads, -(-time // rows_of_tile(form)), dtype=torch.int32)
-    return [o, *kept, beta, scheme, flags, head(form.mean + form.free), lse]
+    o, *kept = shapes_of(Form(*form), x)
+    return [o, x.new_empty(*x.shape[:2], weight.shape[0]), *kept]
 
 
 @operator(

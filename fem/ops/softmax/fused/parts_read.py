@@ -19,7 +19,7 @@ from fem.ops.common.part_kernels import sum_all
 from fem.ops.softmax.fused import bounded_attention, fused_attention
 from fem.ops.softmax.fused import elementwise_kernels as K
 from fem.ops.softmax.fused.doubt import Doubt, Known, settle, through_doubt
-from fem.ops.softmax.fused.layer_form import Form, Options, Sizes, row_stride, sizes_of, strides
+from fem.ops.softmax.fused.layer_form import Form, Options, Sizes, row_stride, rows_of_tile, sizes_of, strides
 
 BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
 
@@ -75,6 +75,20 @@ def read_parts(
     known = Known(q, k, f, lse, out, *(seen[:2] or (None, None)), scheme, beta)
     settle(known, o, flags, gates, ups, o, scale, eps, form, sizes)
     return [o, *kept, beta, scheme, flags, out, lse]
+
+
+def shapes_of(form: Form, x: Float[Tensor, "b t *d"]) -> list[Tensor]:
+    """Empty tensors like those that `read_parts` returns of parts of a tensor like x."""
+    batch, time = x.shape[:2]
+    head = lambda width, heads=form.heads: x.new_empty(batch, time, heads, width)  # noqa: E731
+    o, kept = head(form.width), [head(form.mean + form.free, form.kv_heads)] if form.packs else []
+    kept += [head(form.free, form.kv_heads)] if form.apart else []
+    lse = x.new_empty(batch, form.heads, time, dtype=torch.float32)
+    if not form.free:
+        return [o, *kept, *([head(form.width)] if form.gated else []), lse]
+    beta, scheme = lse.new_empty(form.kv_heads, form.free), lse.new_empty(batch, 2, form.kv_heads * form.free)
+    flags = lse.new_empty(batch, form.heads, -(-time // rows_of_tile(form)), dtype=torch.int32)
+    return [o, *kept, beta, scheme, flags, head(form.mean + form.free), lse]
 
 
 def _free_values(form: Form, v: Tensor, both: Tensor, apart: Tensor | None) -> Float[Tensor, "b t h df"]:
