@@ -138,25 +138,42 @@ def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str
 
 
 def gated(
-    head, logits: Sequence[Tensor | None], q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+    head,
+    logits: Sequence[Tensor | None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    mask: Tensor | None = None,
 ) -> Float[Tensor, "b t h d"] | None:
     """`mixed` of what somebody else's maps have made: queries, keys, values, and the logits of lambda and g, (B, T,
-    H d) each or None. `head` has the gate and beta. Nothing where another form has to read them.
+    H d) each or None. `head` has the gate and beta. mask: of pairs, as in `seen_of`, in eager calls. Nothing where
+    another form has to read them.
     """
     heads, width, free = q.shape[2], v.shape[3], 0 if head.beta is None else v.shape[3]
     sizes = heads, k.shape[2], q.shape[3], width
     kernel, inputs = _kernel_of_parts(head, q, sizes, causal), (q, k, v, *logits)
     if kernel is None or k.shape[1] != q.shape[1] or not plain_tensors(*inputs):
         return None
+    from fem.ops.softmax.fused.bounded_attention import seen_of
     from fem.ops.softmax.fused.gated_read import gated_read  # by Triton, which the library does not require
     from fem.ops.softmax.fused.layer_form import Form, Options
 
+    seen, idle = (), None
+    if mask is not None:
+        narrow = max(q.shape[3], width + free) <= WIDEST and not (mask.requires_grad or torch.compiler.is_compiling())
+        known = seen_of(mask) if narrow else None
+        if known is None:
+            return None
+        seen, idle = known
     form = Form(*sizes, free, free > 0, causal, False, logits[1] is not None, 0, 0, kernel == "flash")
     start, theta = (0.0, None) if head.beta is None else (head.beta.start, head.beta.theta)
     options = Options(form, q.shape[3] ** -0.5 if scale is None else scale, head.gate.config.eps, start)
     *parts, inner, outer = (x if x is None else x.to(DTYPE) for x in inputs)
     by_heads = [x if x is None else x.unflatten(-1, (heads, width)) for x in (inner, outer)]
-    return gated_read(options, *parts, *by_heads, theta)
+    o = gated_read(options, *parts, *by_heads, theta, seen)
+    return o if idle is None else o.masked_fill(idle[..., None, None], 0.0)
 
 
 def _kernel_of_parts(head, x: Tensor, sizes: tuple[int, int, int, int], causal: bool) -> str | None:

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch.utils.checkpoint import checkpoint
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer, joint_maps
-from fem.models import replace_attention
 from fem.models.surgery import head
+from fem.models.surgery.head import FreeEnergyHead
 from fem.ops.common import joined, part_kernels, row_maps
 from fem.ops.linear_attention import doubtful_tokens, kernel_read, mixed_read, scan_kernels
 from fem.ops.softmax.fused import doubt_kernels as doubt
@@ -156,23 +156,41 @@ def test_what_maps_of_somebody_else_make_is_read_exactly(name, values, monkeypat
     assert max(found.values()) < 5e-5, found
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_replaced_attention_is_read_exactly(causal, monkeypatch):
-    """Compiled, too."""
+def pairs(kind: str) -> torch.Tensor:
+    """A mask of pairs of two rows of 19 tokens."""
+    token, document = torch.arange(19), torch.tensor([[0] * 5 + [1] * 14, [0] * 12 + [1] * 7])[:, None]
+    sees = (token <= token[:, None]).expand(2, 1, -1, -1)
+    if kind == "padded on the left":
+        return sees & (document == 1)[..., None, :]
+    if kind == "padded on the right, added":
+        return torch.zeros(2, 1, 19, 19).masked_fill(~(sees & (document == 0)[..., None, :]), torch.finfo().min)
+    if kind == "documents under a window":
+        return sees & (document[..., None] == document[..., None, :]) & (token > token[:, None] - 4)
+    return sees & (token != 3)  # a hole
+
+
+@pytest.mark.parametrize("kind", [None, "padded on the left", "padded on the right, added",
+                                  "documents under a window", "a hole"])  # fmt: skip
+def test_a_replaced_attention_is_read_exactly(kind, monkeypatch):
+    """By the fused kernels where each query sees a range of keys; compiled, without a mask."""
     torch.manual_seed(0)
-    layer = replace_attention(torch.nn.MultiheadAttention(24, 2, batch_first=True))
+    layer = FreeEnergyHead(FreeEnergyMixerConfig(n_embd=24, n_head=2, fem_dim=24, use_conv=False))
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    twin, x, gradient = deepcopy(layer).double(), torch.randn(2, 19, 24), torch.randn(2, 19, 24)
-    options = {"attn_mask": torch.ones(19, 19, dtype=torch.bool).triu(1), "is_causal": True} if causal else {}
-    wanted = trained(lambda x: twin(x, x, x, **options)[0], x.double(), gradient, twin.parameters())
-    monkeypatch.setattr(head, "softmax_read", None)
-    call = lambda x: layer(x, x, x, **options)[0]  # noqa: E731
-    for read in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
-        found = trained(read, x, gradient, layer.parameters())
+    twin, x, gradient = deepcopy(layer).double(), torch.randn(2, 19, 24), torch.randn(2, 19, 2, 12)
+    mask, by_heads = None if kind is None else pairs(kind), lambda x: (x * torch.arange(1, 25)).unflatten(-1, (2, 12))
+    call = lambda layer, x: layer(x, *(by_heads(y) for y in (x.sin(), x.cos(), x)), None, mask is None, 0.1, mask)  # noqa: E731
+    wanted = trained(partial(call, twin), x.double(), gradient, twin.parameters())
+    reads, read = [], head.softmax_read
+    monkeypatch.setattr(head, "softmax_read", lambda *given, **options: reads.append(1) or read(*given, **options))
+    calls = [partial(call, layer)]
+    calls += [torch.compile(calls[0], backend="aot_eager", fullgraph=True)] if kind is None else []
+    for one in calls:
+        found = trained(one, x, gradient, layer.parameters())
         for one, other in zip(found, wanted, strict=True):
             assert (one - other).norm() < 2e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
+    assert len(reads) == (kind == "a hole")
 
 
 @pytest.mark.parametrize("name", ["full", "slim, grouped, conditioner", "gla", "linear, slim, split, conditioner"])

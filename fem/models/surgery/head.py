@@ -27,6 +27,7 @@ class FreeEnergyHead(nn.Module):
     W_lambda and W_g start at almost 0, so at the start lambda = sigmoid(lambda_init) and g = 1 for every token, and
     o = mean up to lambda (F - mean). features (B, T_q, D) feed the gates; q (B, T_q, H, d_k), k, v (B, T, H_kv, .);
     the result is (B, T_q, H, d_v). Under autocast q, k and v are cast to its dtype, as the original's attention does.
+    mask: of pairs, (B, 1, T_q, T), in the place of a bias.
     """
 
     def __init__(self, config: FreeEnergyMixerConfig):
@@ -53,18 +54,23 @@ class FreeEnergyHead(nn.Module):
         bias: Float[Tensor, "..."] | None,
         causal: bool,
         scale: float | None,
+        mask: Tensor | None = None,
     ) -> Float[Tensor, "b tq h dv"]:
         logits, (q, k, v) = self.gate.logits(features), (x.to(product_dtype(x)) for x in (q, k, v))
         if bias is None and self.backend in ("auto", "sdpa"):
-            o = fused_layer.gated(self, logits, q, k, v, causal, scale)
+            o = fused_layer.gated(self, logits, q, k, v, causal, scale, mask)
             if o is not None:
                 return o
+        bias = bias if mask is None else as_bias(mask, q.dtype)
         beta = None if self.beta is None else self.beta()
         read = softmax_read(q, k, v, beta, causal=causal, scale=scale, bias=bias, backend=self.backend)
         return self.gate(logits, read)
 
-    def inspect(self, features, q, k, v, bias, causal: bool, scale: float | None) -> Reading:
+    def inspect(
+        self, features, q, k, v, bias, causal: bool, scale: float | None, mask: Tensor | None = None
+    ) -> Reading:
         """Tables of what `forward` reads: O(T) reads and O(T^2) memory per channel, so only for small T."""
+        bias = bias if mask is None else as_bias(mask, q.dtype)
         beta = None if self.beta is None else self.beta()
         options = {"causal": causal, "scale": scale, "bias": bias, "backend": self.backend}
         return softmax_tables(q, k, v, beta, self.gate.factors(features), **options)

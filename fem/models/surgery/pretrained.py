@@ -136,8 +136,11 @@ def _graft(attention: nn.Module, head: FreeEnergyHead) -> nn.Module:
     return attention
 
 
-def _mean(features, q, k, v, bias, causal: bool, scale: float | None) -> Float[Tensor, "b tq h dv"]:
+def _mean(
+    features, q, k, v, bias, causal: bool, scale: float | None, mask: Tensor | None
+) -> Float[Tensor, "b tq h dv"]:
     """A head at lambda = 0 and g = 1: what the original computes."""
+    bias = bias if mask is None else as_bias(mask, q.dtype)
     return softmax_read(q, k, v, None, causal=causal, scale=scale, bias=bias).mean
 
 
@@ -248,7 +251,8 @@ def free_energy_attention(
     causal = attention_mask is None and queries > 1 and (_is_causal(attention) if is_causal is None else is_causal)
     if causal:  # without a mask the first query meets the first key: the rest of a static cache is still empty
         key, value = key[:, :, :queries], value[:, :, :queries]
-    bias = None if attention_mask is None else as_bias(attention_mask, query.dtype)
+    masked = position_bias is None and softcap is None and s_aux is None  # at most: nothing else is added to scores
+    bias = None if masked or attention_mask is None else as_bias(attention_mask, query.dtype)
     if position_bias is not None:
         position_bias = position_bias[..., : key.shape[2]]
         bias = position_bias if bias is None else bias + position_bias
@@ -257,7 +261,7 @@ def free_energy_attention(
     if s_aux is not None:
         key, value, bias = _with_sink(key, value, bias, s_aux, query.shape[1])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    o = attention.free_energy(features, q, k, v, bias, causal, scaling)
+    o = attention.free_energy(features, q, k, v, bias, causal, scaling, attention_mask if masked else None)
     return F.dropout(o, dropout), None
 
 

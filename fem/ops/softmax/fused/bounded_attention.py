@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fem.ops.common.operator import recorded
 from fem.ops.softmax.card_attention import attend_on_card, block_lists
@@ -17,6 +18,40 @@ def with_lists(first: Int[Tensor, "#b t"], end: Int[Tensor, "#b t"]) -> list[Ten
     """`seen`: the first key that a token sees, the first one behind, and the lists of their blocks."""
     time = first.shape[1]
     return [first, end, *block_lists(Support(False, 1.0, None, first, end), time, time, first.device)]
+
+
+_KNOWN = WeakIdKeyDictionary()  # what was found of a mask, and in which version: the layers of a model are given one
+_HIDDEN = -1e3  # added to a score, it leaves no weight
+
+
+def seen_of(
+    mask: Bool[Tensor, "#b #h t t"] | Float[Tensor, "#b #h t t"],
+) -> tuple[list[Tensor], Bool[Tensor, "#b t"] | None] | None:
+    """`seen` of a mask of pairs, which is True or adds 0 where a query sees a key: of padding on either side, of
+    documents, windows and causality. And which queries see no key; None: all see one. Those are given some key.
+
+    None where the mask says more than a range of keys for each query. The host waits, once for a mask.
+    """
+    version = None if mask.is_inference() else mask._version
+    known = _KNOWN.get(mask)
+    if known is None or version is None or known[0] != version:
+        known = _KNOWN[mask] = version, _seen_of(mask[:, 0]) if mask.shape[1] == 1 else None
+    return known[1]
+
+
+def _seen_of(mask: Tensor) -> tuple[list[Tensor], Tensor | None] | None:
+    sees = mask if mask.dtype == torch.bool else mask == 0
+    count, key = sees.sum(-1), torch.arange(mask.shape[-1], device=mask.device)
+    first, idle = sees.byte().argmax(-1), count == 0
+    ranges = (first[..., None] <= key) & (key < (first + count)[..., None])
+    known = (
+        (ranges == sees).all() if mask.dtype == torch.bool else ((ranges == sees) & (sees | (mask <= _HIDDEN))).all()
+    )
+    first = torch.where(idle, (first + count).cummax(1).values.clamp_max(len(key) - 1), first)
+    end = first + count.clamp_min(1)
+    rising = (first.diff(dim=1) >= 0).all() & (end.diff(dim=1) >= 0).all()
+    known, some = torch.stack([known & rising, idle.any()]).tolist()
+    return (with_lists(first.int(), end.int()), idle if some else None) if known else None
 
 
 def bounded_attention(

@@ -26,54 +26,61 @@ def gated_read(
     inner: Float[Tensor, "b t h d"] | None,
     outer: Float[Tensor, "b t h d"] | None,
     theta: Float[Tensor, "hkv d"] | None,
+    seen: Sequence[Tensor] = (),
 ) -> Float[Tensor, "b t h d"]:
     """o of a whole sequence of 16-bit numbers, differentiable once.
 
-    theta: of beta, 1 without one. Raises RuntimeError where its gradient is to be differentiated.
+    theta: of beta, 1 without one. seen: as in `mixed_read`, in eager calls. Raises RuntimeError where its gradient is
+    to be differentiated.
     """
     # Heads lie side by side in a token's row, which other tokens' rows follow at equal distances.
     parts = [x if x is None else by_tokens(x.flatten(2))[0].view(x.shape) for x in (q, k, v, inner, outer)]
     if torch.compiler.is_compiling():
         return _operator(*parts, theta, list(map(int, options.form)), *options[1:])[0]
-    return _GatedRead.apply(options, *parts, theta)
+    return _GatedRead.apply(options, seen, *parts, theta)
 
 
 class _GatedRead(torch.autograd.Function):
     """o, in eager calls; a compiled graph has the operators below."""
 
     @staticmethod
-    def forward(ctx, options, *inputs):
-        kept = _forward(options, *inputs)
+    def forward(ctx, options, seen, *inputs):
+        kept = _forward(options, *inputs, seen=seen, differentiated=any(ctx.needs_input_grad))
         ctx.save_for_backward(*inputs, *kept)
-        ctx.options = options
+        ctx.options, ctx.seen = options, seen
         return kept[0]
 
     @staticmethod
     def backward(ctx, grad):
         refuse_second_derivatives()
-        return None, *_backward(ctx.options, grad, ctx.saved_tensors)
+        return None, None, *_backward(ctx.options, grad, ctx.saved_tensors, ctx.seen)
 
 
 _INPUTS = 6
 
 
-def _forward(options: Options, *inputs: Tensor | None) -> list[Tensor]:
+def _forward(
+    options: Options, *inputs: Tensor | None, seen: Sequence[Tensor] = (), differentiated: bool = False
+) -> list[Tensor]:
     *parts, theta = inputs
     with on(parts[0].device):
-        return read_parts(options, parts, parts[:2], theta, _beside(parts), False)
+        return read_parts(options, parts, parts[:2], theta, _beside(parts, seen), differentiated)
 
 
-def _backward(options: Options, grad: Tensor, saved: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _backward(
+    options: Options, grad: Tensor, saved: Sequence[Tensor | None], seen: Sequence[Tensor] = ()
+) -> list[Tensor | None]:
     (*parts, theta), (o, *kept) = saved[:_INPUTS], saved[_INPUTS:]
     *others, d_theta = (None if x is None else torch.empty_like(x) for x in (*parts[2:], theta))
     totals = Totals(None, None, None, d_theta)
+    inputs = grad, o, kept, parts, (None, None, *others), totals, _beside(parts, seen)
     with on(grad.device):
-        d_q, d_k, *_ = through_parts(options, grad, o, kept, parts, (None, None, *others), totals, _beside(parts))
+        d_q, d_k, *_ = through_parts(options, *inputs)
     return [d_q, d_k, *others, d_theta]
 
 
-def _beside(parts: Sequence[Tensor]) -> Beside:
-    return Beside(parts[2], None, [None] * 4, None, None, ())
+def _beside(parts: Sequence[Tensor], seen: Sequence[Tensor]) -> Beside:
+    return Beside(parts[2], None, [None] * 4, None, None, seen)
 
 
 # --- for torch.compile: the same as two operators, which it does not look into ---------------------------------------
