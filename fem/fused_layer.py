@@ -58,15 +58,13 @@ def _softmax_reads(layer, call: Call) -> bool:
     config, keep = layer.config, call.tokens.keep
     if config.backend not in ("auto", "sdpa"):
         return False
+    if _kernel_of(layer, call) is None:
+        return False
     if _bounded(layer, call):
-        narrow = max(config.key_width, config.read_width) <= WIDEST
-        return narrow and keep is None and call.memory is None
+        return keep is None and call.memory is None
     if keep is not None and (call.memory is None or not config.causal):
         return False
-    if call.memory or (call.memory is not None and torch.is_grad_enabled()):
-        return False
-    sizes = (config.n_head, config.kv_heads, config.key_width, config.read_width, config.causal)
-    return _kernel(call.x.device.index or 0, *sizes) is not None
+    return not (call.memory or (call.memory is not None and torch.is_grad_enabled()))
 
 
 def _linear_reads(layer, call: Call) -> bool:
@@ -106,7 +104,7 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
     if tokens.keep is not None:
         tokens, order = kept_first(tokens.keep, None)
         features, call = order.kept_first(features), call._replace(tokens=tokens)
-    options, tensors = _softmax_options(layer, call.x), _tensors(layer, call, features)
+    options, tensors = _softmax_options(layer, call), _tensors(layer, call, features)
     if call.memory is not None:
         o, k, v = prefill(options, *tensors)
         if order is not None:  # in a cache, too, masked tokens may stand behind the kept ones
@@ -152,8 +150,8 @@ def gated(
     another form has to read them.
     """
     heads, width, free = q.shape[2], v.shape[3], 0 if head.beta is None else v.shape[3]
-    sizes = heads, k.shape[2], q.shape[3], width
-    kernel, inputs = _kernel_of_parts(head, q, sizes, causal), (q, k, v, *logits)
+    sizes, inputs = (heads, k.shape[2], q.shape[3], width), (q, k, v, *logits)
+    kernel = _kernel_of_parts(head, q, sizes, causal, mask is not None)
     if kernel is None or k.shape[1] != q.shape[1] or not plain_tensors(*inputs):
         return None
     from fem.ops.softmax.fused.bounded_attention import seen_of
@@ -162,12 +160,11 @@ def gated(
 
     seen, idle = (), None
     if mask is not None:
-        narrow = max(q.shape[3], width + free) <= WIDEST and not (mask.requires_grad or torch.compiler.is_compiling())
-        known = seen_of(mask) if narrow else None
+        known = None if mask.requires_grad or torch.compiler.is_compiling() else seen_of(mask)
         if known is None:
             return None
         seen, idle = known
-    form = Form(*sizes, free, free > 0, causal, False, logits[1] is not None, 0, 0, kernel == "flash")
+    form = Form(*sizes, free, free > 0, causal, False, logits[1] is not None, 0, 0, *_called(kernel))
     start, theta = (0.0, None) if head.beta is None else (head.beta.start, head.beta.theta)
     options = Options(form, q.shape[3] ** -0.5 if scale is None else scale, head.gate.config.eps, start)
     *parts, inner, outer = (x if x is None else x.to(DTYPE) for x in inputs)
@@ -176,7 +173,7 @@ def gated(
     return o if idle is None else o.masked_fill(idle[..., None, None], 0.0)
 
 
-def _kernel_of_parts(head, x: Tensor, sizes: tuple[int, int, int, int], causal: bool) -> str | None:
+def _kernel_of_parts(head, x: Tensor, sizes: tuple[int, ...], causal: bool, bounded: bool = False) -> str | None:
     """The kernel of attention by which `gated` reads parts like x of these sizes; None: it does not."""
     theta, parts = ([], [head.gate]) if head.beta is None else ([head.beta.theta], [head.gate, head.beta])
     if not available(x) or head.gate.per_head or not multiplies_bfloat16(x.device):
@@ -185,7 +182,7 @@ def _kernel_of_parts(head, x: Tensor, sizes: tuple[int, int, int, int], causal: 
         return None
     if any(map(watched, parts)) or not plain_tensors(x, *theta):
         return None
-    return _kernel(x.device.index or 0, *sizes[:3], sizes[3] * (1 + len(theta)), causal)
+    return _kernel(x.device.index or 0, *sizes, sizes[3] * len(theta), causal, bounded)
 
 
 def _mixed_by_parts(layer, call: Call, features: Tensor) -> Tensor | None:
@@ -210,15 +207,27 @@ def _bounded(layer, call: Call) -> bool:
     return layer.config.window is not None or call.tokens.document is not None
 
 
-def _softmax_options(layer, x: Tensor):
+def _kernel_of(layer, call: Call) -> str | None:
+    config, (mean, free, _) = layer.config, _widths(layer.config)
+    sizes = config.n_head, config.kv_heads, config.key_width, mean, free, config.causal
+    return _kernel(call.x.device.index or 0, *sizes, _bounded(layer, call))
+
+
+def _softmax_options(layer, call: Call):
     """How softmax's `mixed_read` is called."""
     from fem.ops.softmax.fused.layer_form import Form, Options
 
     config, gate, widths = layer.config, layer.gate, _widths(layer.config)
     sizes = (config.n_head, config.kv_heads, config.key_width, *widths, config.causal, config.use_rope)
-    flash = _kernel(x.device.index or 0, *sizes[:3], config.read_width, config.causal) == "flash"
-    form = Form(*sizes, gate.outer is not None, config.gate_rank or 0, config.context_width, flash)
+    form = Form(
+        *sizes, gate.outer is not None, config.gate_rank or 0, config.context_width, *_called(_kernel_of(layer, call))
+    )
     return Options(form, config.key_width**-0.5, config.eps, config.beta_max_init)
+
+
+def _called(kernel: str) -> tuple[bool, bool]:
+    """Whether it is flash attention, and whether it reads v and e apart."""
+    return kernel.startswith("flash"), kernel.endswith("twice")
 
 
 def _linear_options(layer):
@@ -263,11 +272,24 @@ def _first_maps(layer) -> list[nn.Module]:
 
 
 @torch.compiler.assume_constant_result
-def _kernel(device: int, heads: int, kv_heads: int, key_width: int, width: int, causal: bool) -> str | None:
+def _kernel(
+    device: int, heads: int, kv_heads: int, key_width: int, mean: int, free: int, causal: bool, bounded: bool
+) -> str | None:
+    """The attention of a call, with ", twice" where it reads v and e apart: FlexAttention where anything but causality
+    bounds the keys. None: no kernel of torch takes these widths."""
     from fem.ops.softmax.fused.fused_attention import kernel_for, wishes
 
-    sizes = (heads, kv_heads, key_width, width, causal)
-    return kernel_for(torch.device("cuda", device), torch.bfloat16, *sizes, wishes())
+    if bounded:
+        twice = ", twice" if min(mean, free) and mean + free > WIDEST else ""
+        return None if max(key_width, mean, free) > WIDEST else f"flex{twice}"
+    fit = lambda width: kernel_for(  # noqa: E731
+        torch.device("cuda", device), torch.bfloat16, heads, kv_heads, key_width, width, causal, wishes()
+    )
+    whole = fit(mean + free)
+    if whole is not None or not min(mean, free):
+        return whole
+    apart = {fit(mean), fit(free)}
+    return None if len(apart) > 1 or None in apart else f"{apart.pop()}, twice"
 
 
 def _tables(prior: Prior, call: Call) -> Sequence[Float[Tensor, "#b t p"] | Float[Tensor, "t p"] | None]:

@@ -13,14 +13,16 @@ from measure import BFLOAT16, FUSED, LAYERS, MODES, RECORD, REGISTERS, build, de
 from situations import SITUATIONS
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 from triton.compiler import CompiledKernel
 
 from fem import PRIORS, FreeEnergyMixerConfig
 from fem.doctor.card import steps
 from fem.functional import softmax_read
-from fem.models import FEMConfig, FEMForCausalLM
+from fem.models import FEMConfig, FEMForCausalLM, replace_attention
 from fem.ops.common.launch import Launched
 from fem.ops.common.token_kernels import softplus
+from fem.ops.softmax.fused import bounded_attention
 
 card.pose()
 KNOWN = json.loads(RECORD.read_text())
@@ -294,6 +296,37 @@ def test_a_further_layer_of_a_model_reads_no_marks_again(marks, prior, most):
     assert launches[1] - launches[0] <= most + 16 * (not COUNTED), launches
     by_fla = marks == "segment_ids" and prior == "gla"  # flash-linear-attention counts the chunks of documents anew
     assert waits[1] - waits[0] <= 4 * by_fla, waits
+
+
+@full
+@pytest.mark.parametrize("heads, masked, mode, most", [
+    (4, False, "eager", 198), (4, True, "eager", 201), (2, False, "eager", 209), (2, True, "eager", 205),
+    (4, False, "compiled", 102), (2, False, "compiled", 116),
+])  # fmt: skip
+def test_a_replaced_layer_of_llama_waits_for_nothing(heads, masked, mode, most, monkeypatch):
+    """Of heads of 64 and of 128 columns, by the fused kernels, under a mask too. The host reads zeros, so that all rows
+    would pass for packed ones, and no mask would be known."""
+    time = torch.arange(256, device="cuda", dtype=torch.int32).expand(2, -1)
+    monkeypatch.setattr(
+        bounded_attention, "_seen_of", lambda mask: (bounded_attention.with_lists(0 * time, time + 1), None)
+    )
+    if not masked:
+        monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
+    ids, launches, waits = torch.zeros(2, 256, dtype=torch.long, device="cuda"), [], []
+    sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": heads // 2}
+    for layers in (1, 2):
+        torch._dynamo.reset()
+        config = LlamaConfig(num_hidden_layers=layers, num_attention_heads=heads, use_cache=False, **sizes)
+        model = replace_attention(LlamaForCausalLM(config)).cuda()
+        call = through(mode, model)
+        for _ in range(2):
+            with torch.autocast("cuda", torch.bfloat16), card.record() as events:
+                call(ids, labels=ids).loss.backward()
+        launches.append(events.launches)
+        waits.append(events.waits)
+        assert mode == "compiled" or events.count("triton mix_kernel") == layers, events.summary()
+    assert launches[1] - launches[0] <= most + 8 * (not COUNTED), launches
+    assert waits[0] == waits[1], waits
 
 
 @full

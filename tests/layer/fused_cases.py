@@ -18,6 +18,7 @@ from fem.ops.common import joined, part_kernels, row_maps
 from fem.ops.linear_attention import doubtful_tokens, kernel_read, mixed_read, scan_kernels
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as kernels
+from fem.ops.softmax.fused import parts_read
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # fresh memory is NaN: what nobody wrote shows
@@ -137,6 +138,17 @@ def test_values_of_any_span_are_read_exactly(name, values):
     spread(layer, *VALUES[values])
     found = errors(layer, torch.randn(2, 19, 20))
     assert max(found.values()) < (2e-3 if values in ("nearly equal", "offset") else 5e-5), found
+
+
+@pytest.mark.parametrize("name", ["slim, grouped, conditioner", "split", "a window", "a window in both directions"])
+def test_values_too_wide_for_one_call_of_attention_are_read_by_two(name, monkeypatch):
+    monkeypatch.setattr(fused_layer, "_kernel", lambda *sizes: "cudnn, twice")
+    layer, pieces, attend = build(LAYERS[name]), [], parts_read.fused_attention.together
+    monkeypatch.setattr(parts_read.fused_attention, "together", lambda xs: pieces.append(len(xs)) or attend(xs))
+    monkeypatch.setattr(parts_read.bounded_attention, "together", parts_read.fused_attention.together)
+    found = errors(layer, torch.randn(2, 19, 20))
+    assert max(found.values()) < 2e-5, found
+    assert pieces == [2, 2]
 
 
 def hooked(layer):

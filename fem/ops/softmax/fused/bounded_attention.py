@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fem.ops.common.operator import recorded
 from fem.ops.softmax.card_attention import attend_on_card, block_lists
+from fem.ops.softmax.fused.fused_attention import together
 from fem.ops.softmax.support import Support
 
 
@@ -55,24 +56,38 @@ def _seen_of(mask: Tensor) -> tuple[list[Tensor], Tensor | None] | None:
 
 
 def bounded_attention(
-    q: Tensor, k: Tensor, values: Tensor, scale: float, causal: bool, seen: Sequence[Tensor], differentiated: bool
+    q: Tensor,
+    k: Tensor,
+    values: Sequence[Tensor],
+    scale: float,
+    causal: bool,
+    seen: Sequence[Tensor],
+    differentiated: bool,
 ) -> tuple[Float[Tensor, "b t h w"], Float[Tensor, "b h t"]]:
-    """`kernel_attention` of the keys that are seen. Where differentiated, the first result has its graph, which lives
-    as long."""
+    """`kernel_attention` of the keys that are seen, of pieces of the values. Where differentiated, the first result has
+    its graph, which lives as long."""
     first, end, *lists = seen
-    leaves = [x.detach().requires_grad_(differentiated) for x in (q, k, values)]
+    leaves = [x.detach().requires_grad_(differentiated) for x in (q, k, *values)]
+    support = Support(causal, scale, None, first, end)
     with recorded() if differentiated else torch.no_grad():
-        found, lse = attend_on_card(*leaves, Support(causal, scale, None, first, end), lists)
-    out = found.detach().contiguous()
+        found, lses = zip(*(attend_on_card(*leaves[:2], x, support, lists) for x in leaves[2:]))
+    out = together([x.detach() for x in found])
     if differentiated:
         out.graph = leaves, found
-    return out, lse.detach().contiguous()
+    return out, lses[0].detach().contiguous()
 
 
 def bounded_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, values: Tensor, out: Tensor, scale: float, causal: bool, seen: Sequence[Tensor]
+    grads: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor,
+    values: Sequence[Tensor],
+    out: Tensor,
+    scale: float,
+    causal: bool,
+    seen: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Gradients of q, k and the values, (B, T, H, .).
+    """Gradients of q, k and all values, (B, T, H, .), from those of the pieces.
 
     A compiled graph can be gone back through once. There is none for a second time, nor where hooks, such as those that
     offload, give a copy of `out`, nor in a compiled layer that is captured: it is made again.
@@ -81,4 +96,5 @@ def bounded_attention_backward(
         out, _ = bounded_attention(q, k, values, scale, causal, seen, True)
     leaves, found = out.graph
     del out.graph
-    return [d.contiguous() for d in torch.autograd.grad(found, leaves, grad)]
+    d_q, d_k, *d_values = torch.autograd.grad(found, leaves, grads)
+    return [d_q.contiguous(), d_k.contiguous(), together(d_values)]

@@ -7,6 +7,7 @@ may go when a public attention of PyTorch returns its log sum of exponentials an
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.attention
@@ -53,6 +54,11 @@ def kernel_for(
     if max(key_width, width) <= CUDNN_WIDEST and can_use_cudnn_attention(call):
         return "cudnn"
     return "flash" if flash else None
+
+
+def together(pieces: Sequence[Float[Tensor, "b t h _"]]) -> Float[Tensor, "b t h w"]:
+    """Columns that several calls of attention have read, side by side."""
+    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(list(pieces), -1)
 
 
 def kernel_attention(

@@ -23,7 +23,8 @@ class Form(NamedTuple):
 
     mean, free: columns of a head of [mean | R]. shared: whether these are the same channels. rank: of slim gates, whose
     first maps are columns of the product and whose second maps are tensors; 0: full gates, columns of the product.
-    context: columns of the conditioner's features, behind the layer's input.
+    context: columns of the conditioner's features, behind the layer's input. twice: whether attention reads v and e
+    apart, which no kernel reads together.
     """
 
     heads: int
@@ -38,6 +39,7 @@ class Form(NamedTuple):
     rank: int
     context: int
     flash: bool
+    twice: bool
 
     @property
     def width(self) -> int:
@@ -62,6 +64,11 @@ class Form(NamedTuple):
     @property
     def kernel(self) -> str:
         return "flash" if self.flash else "cudnn"
+
+    @property
+    def pieces(self) -> list[int]:
+        """Columns of the values that one call of attention reads."""
+        return [self.mean, self.free] if self.twice else [self.mean + self.free]
 
     def parts(self, joint: Float[Tensor, "b t c"]) -> list[Tensor | None]:
         """q, k, v and the logits of lambda and g, (B, T, H, d) each, of slim gates what their first maps give,

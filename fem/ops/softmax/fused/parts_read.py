@@ -58,10 +58,12 @@ def read_parts(
     if form.packs:
         both, f, beta, scheme = _launch_pack(v, h, value_scale, theta, start, form, sizes)
         kept += [both, f] if form.apart else [both]
+    values = both.split_with_sizes(form.pieces, -1) if form.twice else [both]
     if not seen:
-        out, lse = fused_attention.kernel_attention(q, k, both, scale, form.causal, form.kernel)
+        outs, lses = zip(*(fused_attention.kernel_attention(q, k, x, scale, form.causal, form.kernel) for x in values))
+        out, lse = fused_attention.together(outs), lses[0]
     else:
-        out, lse = bounded_attention.bounded_attention(q, k, both, scale, form.causal, seen, differentiated)
+        out, lse = bounded_attention.bounded_attention(q, k, values, scale, form.causal, seen, differentiated)
     if not form.mixes:
         return [out, *kept, lse]
     gates = [out if gate is None else gate for gate in gates]  # which no kernel reads
@@ -145,11 +147,18 @@ def through_parts(
         d_out, d_ups = _through_gates(
             d_out, known, flags, doubtful, o, gates, ups, d_gates, gate_parts, form, scale, eps, sizes
         )
+    d_outs, values = ([x] if not form.twice else x.split_with_sizes(form.pieces, -1) for x in (d_out, both))
     if not seen:
-        inputs = d_out, q, k, both, out, lse, scale, form.causal, form.kernel
-        d_q, d_k, d_both = fused_attention.kernel_attention_backward(*inputs)
+        outs, how = out.split_with_sizes(form.pieces, -1), (lse, scale, form.causal, form.kernel)
+        found = [
+            fused_attention.kernel_attention_backward(grad, q, k, x, y, *how)
+            for grad, x, y in zip(d_outs, values, outs)
+        ]
+        (d_q, d_k, _), d_both = found[0], fused_attention.together([one[2] for one in found])
+        for more_q, more_k, _ in found[1:]:
+            d_q, d_k = d_q.add_(more_q), d_k.add_(more_k)
     else:
-        inputs = d_out, q, k, both, out, scale, form.causal, seen
+        inputs = d_outs, q, k, values, out, scale, form.causal, seen
         d_q, d_k, d_both = bounded_attention.bounded_attention_backward(*inputs)
     raised = theta_parts = d_eta = None
     if form.free:
