@@ -156,6 +156,8 @@ FUSED = {
     "attention": {"use_lse": False, "use_temperature": False, "use_outer_gate": False},
     "both directions": {"causal": False},
     "a window": {"window": 50},
+    "heads of 128 columns": {"n_head": 2, "fem_dim": 256},
+    "a hook on a map": {},
     "spikes": {},
     "spikes, split values": {"gate_rank": 40, "free_share": 0.5},
     "spikes, a window": {"window": 50},
@@ -170,20 +172,22 @@ def layers(device: torch.device) -> Iterator[Row]:
         )
         for what, run in (("outputs and gradients", _fused), ("captured train step", _captured)):
             if device.type == "cuda" or run is _fused:
-                yield outcome(what, partial(run, *_layer_in_bfloat16(config, device, "spikes" in name)), layer=name)
+                yield outcome(what, partial(run, *_layer_in_bfloat16(config, device, name)), layer=name)
         if config.causal:
-            made = _layer_in_bfloat16(config, device, "spikes" in name)
+            made = _layer_in_bfloat16(config, device, name)
             yield outcome("token by token", partial(_token_by_token, *made), layer=name)
 
 
-def _layer_in_bfloat16(config, device, spikes: bool) -> tuple[FreeEnergyMixer, Tensor]:
+def _layer_in_bfloat16(config, device, name: str) -> tuple[FreeEnergyMixer, Tensor]:
     torch.manual_seed(0)
     layer = FreeEnergyMixer(config)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-        if spikes:
+        if "spikes" in name:
             layer.value.weight[::5].mul_(100)
+    if "hook" in name:  # as an adapter does, it takes the map from the product of all maps
+        layer.value.register_forward_hook(lambda *call: None)
     return layer.to(device, torch.bfloat16), torch.randn(2, 333, config.n_embd).to(device, torch.bfloat16)
 
 
