@@ -1,6 +1,5 @@
 """Fused layers in Triton's interpreter against the plain form in float64: `test_fused.py` runs this file."""
 
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -12,13 +11,10 @@ import triton.language as tl
 from torch.utils.checkpoint import checkpoint
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer, joint_maps
-from fem.models.surgery import head
-from fem.models.surgery.head import FreeEnergyHead
 from fem.ops.common import joined, part_kernels, row_maps
 from fem.ops.linear_attention import doubtful_tokens, kernel_read, mixed_read, scan_kernels
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as kernels
-from fem.ops.softmax.fused import parts_read
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # fresh memory is NaN: what nobody wrote shows
@@ -138,71 +134,6 @@ def test_values_of_any_span_are_read_exactly(name, values):
     spread(layer, *VALUES[values])
     found = errors(layer, torch.randn(2, 19, 20))
     assert max(found.values()) < (2e-3 if values in ("nearly equal", "offset") else 5e-5), found
-
-
-@pytest.mark.parametrize("name", ["slim, grouped, conditioner", "split", "a window", "a window in both directions"])
-def test_values_too_wide_for_one_call_of_attention_are_read_by_two(name, monkeypatch):
-    monkeypatch.setattr(fused_layer, "_kernel", lambda *sizes: "cudnn, twice")
-    layer, pieces, attend = build(LAYERS[name]), [], parts_read.fused_attention.together
-    monkeypatch.setattr(parts_read.fused_attention, "together", lambda xs: pieces.append(len(xs)) or attend(xs))
-    monkeypatch.setattr(parts_read.bounded_attention, "together", parts_read.fused_attention.together)
-    found = errors(layer, torch.randn(2, 19, 20))
-    assert max(found.values()) < 2e-5, found
-    assert pieces == [2, 2]
-
-
-def hooked(layer):
-    layer.value.register_forward_hook(lambda *inputs: None)
-
-
-@pytest.mark.parametrize("name, values", [
-    *((name, "usual") for name in ("slim", "attention", "attention and the outer gate", "no outer gate")),
-    *product(("both directions", "slim, grouped, conditioner"), ("usual", "spikes of 300 nats")),
-])  # fmt: skip
-def test_what_maps_of_somebody_else_make_is_read_exactly(name, values, monkeypatch):
-    layer = build(LAYERS[name])
-    spread(layer, *VALUES[values])
-    hooked(layer)
-    monkeypatch.setattr(layer.prior, "read", None)
-    found = errors(layer, torch.randn(2, 19, 20))
-    assert max(found.values()) < 5e-5, found
-
-
-def pairs(kind: str) -> torch.Tensor:
-    """A mask of pairs of two rows of 19 tokens."""
-    token, document = torch.arange(19), torch.tensor([[0] * 5 + [1] * 14, [0] * 12 + [1] * 7])[:, None]
-    sees = (token <= token[:, None]).expand(2, 1, -1, -1)
-    if kind == "padded on the left":
-        return sees & (document == 1)[..., None, :]
-    if kind == "padded on the right, added":
-        return torch.zeros(2, 1, 19, 19).masked_fill(~(sees & (document == 0)[..., None, :]), torch.finfo().min)
-    if kind == "documents under a window":
-        return sees & (document[..., None] == document[..., None, :]) & (token > token[:, None] - 4)
-    return sees & (token != 3)  # a hole
-
-
-@pytest.mark.parametrize("kind", [None, "padded on the left", "padded on the right, added",
-                                  "documents under a window", "a hole"])  # fmt: skip
-def test_a_replaced_attention_is_read_exactly(kind, monkeypatch):
-    """By the fused kernels where each query sees a range of keys; compiled, without a mask."""
-    torch.manual_seed(0)
-    layer = FreeEnergyHead(FreeEnergyMixerConfig(n_embd=24, n_head=2, fem_dim=24, use_conv=False))
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    twin, x, gradient = deepcopy(layer).double(), torch.randn(2, 19, 24), torch.randn(2, 19, 2, 12)
-    mask, by_heads = None if kind is None else pairs(kind), lambda x: (x * torch.arange(1, 25)).unflatten(-1, (2, 12))
-    call = lambda layer, x: layer(x, *(by_heads(y) for y in (x.sin(), x.cos(), x)), None, mask is None, 0.1, mask)  # noqa: E731
-    wanted = trained(partial(call, twin), x.double(), gradient, twin.parameters())
-    reads, read = [], head.softmax_read
-    monkeypatch.setattr(head, "softmax_read", lambda *given, **options: reads.append(1) or read(*given, **options))
-    calls = [partial(call, layer)]
-    calls += [torch.compile(calls[0], backend="aot_eager", fullgraph=True)] if kind is None else []
-    for one in calls:
-        found = trained(one, x, gradient, layer.parameters())
-        for one, other in zip(found, wanted, strict=True):
-            assert (one - other).norm() < 2e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
-    assert len(reads) == (kind == "a hole")
 
 
 @pytest.mark.parametrize("name", ["full", "slim, grouped, conditioner", "gla", "linear, slim, split, conditioner"])
@@ -500,6 +431,10 @@ def test_the_maps_of_a_row_are_one_product(name, monkeypatch):
     found = errors(layer, torch.randn(2, 9, 20))
     assert max(found.values()) < 2e-5, found
     assert len(products) == 1
+
+
+def hooked(layer):
+    layer.value.register_forward_hook(lambda *inputs: None)
 
 
 def adapted(layer):

@@ -10,7 +10,7 @@ from processes import needs_triton, run_cases
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer
 from fem.call import Call
 
-CASES = Path(__file__).with_name("fused_cases.py")
+CASES, PARTS = (Path(__file__).with_name(name) for name in ("fused_cases.py", "parts_cases.py"))
 
 
 @needs_triton
@@ -23,10 +23,16 @@ def test_a_layer_of_each_kind_reads_as_the_definition_does():
 
 
 @needs_triton
+def test_what_maps_of_somebody_else_make_is_read_as_the_definition_does():
+    run_cases(PARTS, "(somebody and slim and usual) or (replaced_attention and not hole) or (two and split)")
+
+
+@needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_case_in_the_interpreter():
-    run_cases(CASES, "test")
+@pytest.mark.parametrize("cases", [CASES, PARTS])
+def test_every_case_in_the_interpreter(cases):
+    run_cases(cases, "test")
 
 
 def call(layer, x, **marks):
@@ -39,7 +45,8 @@ def there(monkeypatch):
     """A GPU whose attention takes every width, and flash-linear-attention."""
     monkeypatch.setattr(fused_layer, "found", lambda module: True)
     monkeypatch.setattr(fused_layer, "available", lambda x: True)
-    monkeypatch.setattr(fused_layer, "_kernel", lambda *sizes: "cudnn")
+    known = fused_layer._kernel
+    monkeypatch.setattr(fused_layer, "_kernel", lambda *sizes: known(*sizes) if sizes[-1] else "cudnn")
 
 
 def build(dtype=torch.bfloat16, **fields):

@@ -26,7 +26,7 @@ _HIDDEN = -1e3  # added to a score, it leaves no weight
 
 
 def seen_of(
-    mask: Bool[Tensor, "#b #h t t"] | Float[Tensor, "#b #h t t"],
+    mask: Bool[Tensor, "#b #h #tq t"] | Float[Tensor, "#b #h #tq t"],
 ) -> tuple[list[Tensor], Bool[Tensor, "#b t"] | None] | None:
     """`seen` of a mask of pairs, which is True or adds 0 where a query sees a key: of padding on either side, of
     documents, windows and causality. And which queries see no key; None: all see one. Those are given some key.
@@ -36,7 +36,8 @@ def seen_of(
     version = None if mask.is_inference() else mask._version
     known = _KNOWN.get(mask)
     if known is None or version is None or known[0] != version:
-        known = _KNOWN[mask] = version, _seen_of(mask[:, 0]) if mask.shape[1] == 1 else None
+        alike = mask.shape[1] == 1 and mask.shape[2] in (1, mask.shape[3])  # for all heads
+        known = _KNOWN[mask] = version, _seen_of(mask[:, 0].expand(-1, mask.shape[3], -1)) if alike else None
     return known[1]
 
 
