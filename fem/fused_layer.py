@@ -189,7 +189,7 @@ def _mixed_by_parts(layer, call: Call, features: Tensor) -> Tensor | None:
     """A softmax layer whose maps have adapters or hooks, or are sharded."""
     config, prior, marks = layer.config, layer.prior, (call.tokens.keep, call.tokens.document, call.memory)
     known = type(prior) is SoftmaxPrior and not watched(prior) and config.backend in ("auto", "sdpa")
-    if not known or config.window is not None or any(mark is not None for mark in marks):
+    if not available(call.x) or not known or config.window is not None or any(mark is not None for mark in marks):
         return None
     others = config.value_logexp_cap, config.free_share, config.free_alone or None
     if any(other is not None for other in others) or config.use_lse != (layer.beta is not None):
