@@ -97,7 +97,6 @@ def mixed(
 
 
 def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
-    from fem.ops.softmax.fused.bounded_attention import with_lists
     from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
     tokens, order = call.tokens, None
@@ -114,9 +113,7 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
         return o if order is None else order.as_before(o), append({}, k, v, beta, tokens, False, free_values)
     if not _bounded(layer, call):
         return mixed_read(options, *tensors), None
-    time, config = call.x.shape[1], layer.config
-    seen = seen_keys(time, time, call.x.device, config.causal, config.window, call.tokens.document)
-    return mixed_read(options, *tensors, with_lists(*seen)), None
+    return mixed_read(options, *tensors, _seen(layer, call)), None
 
 
 def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
@@ -144,21 +141,22 @@ def gated(
     causal: bool,
     scale: float | None,
     mask: Tensor | None = None,
+    seen: Sequence[Tensor] = (),
 ) -> Float[Tensor, "b t h d"] | None:
     """`mixed` of what somebody else's maps have made: queries, keys, values, and the logits of lambda and g, (B, T,
-    H d) each or None. `head` has the gate and beta. mask: of pairs, as in `seen_of`, in eager calls. Nothing where
-    another form has to read them.
+    H d) each or None. `head` has the gate and beta. In eager calls a mask of pairs, as in `seen_of`, or what is seen.
+    Nothing where another form has to read them.
     """
     heads, width, free = q.shape[2], v.shape[3], 0 if head.beta is None else v.shape[3]
     sizes, inputs = (heads, k.shape[2], q.shape[3], width), (q, k, v, *logits)
-    kernel = _kernel_of_parts(head, q, sizes, causal, mask is not None)
+    kernel = _kernel_of_parts(head, q, sizes, causal, mask is not None or len(seen) > 0)
     if kernel is None or k.shape[1] != q.shape[1] or not plain_tensors(*inputs):
         return None
     from fem.ops.softmax.fused.bounded_attention import seen_of
     from fem.ops.softmax.fused.gated_read import gated_read  # by Triton, which the library does not require
     from fem.ops.softmax.fused.layer_form import Form, Options
 
-    seen, idle = (), None
+    idle = None
     if mask is not None:
         known = None if mask.requires_grad or torch.compiler.is_compiling() else seen_of(mask)
         if known is None:
@@ -186,20 +184,28 @@ def _kernel_of_parts(head, x: Tensor, sizes: tuple[int, ...], causal: bool, boun
 
 
 def _mixed_by_parts(layer, call: Call, features: Tensor) -> Tensor | None:
-    """A softmax layer whose maps have adapters or hooks, or are sharded."""
-    config, prior, marks = layer.config, layer.prior, (call.tokens.keep, call.tokens.document, call.memory)
+    """A softmax layer whose maps have adapters or hooks."""
+    config, prior, bounded = layer.config, layer.prior, _bounded(layer, call)
     known = type(prior) is SoftmaxPrior and not watched(prior) and config.backend in ("auto", "sdpa")
-    if not available(call.x) or not known or config.window is not None or any(mark is not None for mark in marks):
+    whole = call.tokens.keep is None and call.memory is None and not (bounded and torch.compiler.is_compiling())
+    if not (available(call.x) and known and whole) or config.use_lse != (layer.beta is not None):
         return None
-    others = config.value_logexp_cap, config.free_share, config.free_alone or None
-    if any(other is not None for other in others) or config.use_lse != (layer.beta is not None):
+    if config.free_alone or config.value_logexp_cap is not None or config.free_share is not None:
         return None
     sizes = config.n_head, config.kv_heads, config.key_width, config.value_width
-    if _kernel_of_parts(layer, call.x, sizes, config.causal) is None:
+    if _kernel_of_parts(layer, call.x, sizes, config.causal, bounded) is None:
         return None
     q, k = prior.queries_and_keys(features, call.tokens.position)
-    v = layer.modulated(call.x, features)
-    return gated(layer, layer.gate.logits(features), q, k, v, config.causal, None)
+    inputs = layer.gate.logits(features), q, k, layer.modulated(call.x, features), config.causal, None
+    return gated(layer, *inputs, seen=_seen(layer, call) if bounded else ())
+
+
+def _seen(layer, call: Call) -> list[Tensor]:
+    """Which keys each token sees, in documents and under a window."""
+    from fem.ops.softmax.fused.bounded_attention import with_lists
+
+    time, config = call.x.shape[1], layer.config
+    return with_lists(*seen_keys(time, time, call.x.device, config.causal, config.window, call.tokens.document))
 
 
 def _bounded(layer, call: Call) -> bool:

@@ -38,7 +38,7 @@ def test_values_too_wide_for_one_call_of_attention_are_read_by_two(name, monkeyp
 
 @pytest.mark.parametrize("name, values", [
     *((name, "usual") for name in ("slim", "attention", "attention and the outer gate", "no outer gate")),
-    *product(("both directions", "slim, grouped, conditioner"), ("usual", "spikes of 300 nats")),
+    *product(("a window", "slim, grouped, conditioner"), ("usual", "spikes of 300 nats")),
 ])  # fmt: skip
 def test_what_maps_of_somebody_else_make_is_read_exactly(name, values, monkeypatch):
     layer = build(LAYERS[name])
