@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections.abc import Iterable
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -206,7 +206,12 @@ def _dropout(attention: nn.Module) -> float:
 
 def _hand_on_features(attention: nn.Module, args: tuple, kwargs: dict) -> None:
     """Keep the first argument of the call, which is projected, for the gates."""
-    RUNNING.features = args[0] if args else kwargs[next(iter(inspect.signature(attention.forward).parameters))]
+    RUNNING.features = args[0] if args else kwargs[_first_argument(type(attention))]
+
+
+@cache
+def _first_argument(kind: type[nn.Module]) -> str:
+    return list(inspect.signature(kind.forward).parameters)[1]  # behind self
 
 
 def _was_read(attention: nn.Module, args: tuple, output: object) -> None:
