@@ -301,7 +301,7 @@ def test_a_further_layer_of_a_model_reads_no_marks_again(marks, prior, most):
 @full
 @pytest.mark.parametrize("heads, masked, mode, most", [
     (4, False, "eager", 198), (4, True, "eager", 201), (2, False, "eager", 209), (2, True, "eager", 205),
-    (4, False, "compiled", 102), (2, False, "compiled", 116),
+    (4, False, "compiled", 98), (2, False, "compiled", 114),
 ])  # fmt: skip
 def test_a_replaced_layer_of_llama_waits_for_nothing(heads, masked, mode, most, monkeypatch):
     """Of heads of 64 and of 128 columns, by the fused kernels, under a mask too. The host reads zeros, so that all rows
@@ -318,13 +318,14 @@ def test_a_replaced_layer_of_llama_waits_for_nothing(heads, masked, mode, most, 
         torch._dynamo.reset()
         config = LlamaConfig(num_hidden_layers=layers, num_attention_heads=heads, use_cache=False, **sizes)
         model = replace_attention(LlamaForCausalLM(config)).cuda()
-        call = through(mode, model)
+        for block in model.model.layers if mode == "compiled" else ():
+            block.compile(fullgraph=True)
         for _ in range(2):
             with torch.autocast("cuda", torch.bfloat16), card.record() as events:
-                call(ids, labels=ids).loss.backward()
+                model(ids, labels=ids).loss.backward()
         launches.append(events.launches)
         waits.append(events.waits)
-        assert mode == "compiled" or events.count("triton mix_kernel") == layers, events.summary()
+        assert events.count("triton mix_kernel") == layers, events.summary()
     assert launches[1] - launches[0] <= most + 8 * (not COUNTED), launches
     assert waits[0] == waits[1], waits
 
