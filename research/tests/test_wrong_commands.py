@@ -125,6 +125,14 @@ def test_a_wrong_option_is_one_sentence_before_anything_runs(monkeypatch, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", [name for name, of in EXPERIMENTS.items() if "workers" in of.options])
+def test_no_sweep_has_no_workers(monkeypatch, tmp_path, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    assert fem(monkeypatch, command, "--workers", "0") == 2
+    assert "workers" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def recipe(command):
     module, _, name = f"fem_research.{EXPERIMENTS[command].recipe}".rpartition(".")
     return getattr(import_module(module), name)
