@@ -18,6 +18,7 @@ from originals import DECODERS, PADDED, Attention, bert, close, decoder, lively,
 from processes import printed
 from small_models import VOCABULARY, awake
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fem import replace_attention
 from fem.models.surgery.head import FreeEnergyHead
@@ -229,6 +230,13 @@ def test_gradient_checkpointing_changes_no_gradient():
         model(tokens(), labels=tokens()).loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_multihead_attention_has_its_gradient(reentrant):
+    model, x = awake(replace_attention(nn.MultiheadAttention(32, 4))), torch.randn(5, 2, 32, requires_grad=True)
+    checkpoint(model, x, x, x, use_reentrant=reentrant)[0].square().sum().backward()
+    torch.testing.assert_close(*torch.autograd.grad(model(x, x, x)[0].square().sum(), x), x.grad)
 
 
 @pytest.mark.parametrize("layers, replaced", [([0], [0]), ([-1], [2]), ((2, 0), [0, 2])])

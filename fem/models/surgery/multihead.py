@@ -56,7 +56,8 @@ class FreeEnergyMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Float[Tensor, "..."], Tensor | None]:
-        if key is not query or value is not query:
+        same = lambda x: x.is_set_to(query) and x.requires_grad == query.requires_grad  # noqa: E731
+        if not all(x is query or same(x) for x in (key, value)):  # a reentrant checkpoint detaches each of them
             raise ValueError(
                 "query, key and value must be one tensor, as the gates belong to the tokens that are read; "
                 "keep cross-attention as it was, with layers=[...] of replace_attention."
