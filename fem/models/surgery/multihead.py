@@ -84,7 +84,12 @@ class FreeEnergyMultiheadAttention(nn.MultiheadAttention):
 
     def _bias(self, x: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
         """Both masks of torch (bool: True is forbidden; float: added) as one bias."""
-        masks = []
+        masks, (batch, time) = [], x.shape[:2]
+        pairs = [(time, time), (batch * self.num_heads, time, time)]
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            shapes = pairs if mask is attn_mask else [(batch, time)]
+            if mask is not None and tuple(mask.shape) not in shapes:
+                raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}.")
         if key_padding_mask is not None:
             masks.append(key_padding_mask[:, None, None])
         if attn_mask is not None:
