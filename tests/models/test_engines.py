@@ -233,6 +233,15 @@ def test_an_engine_is_right_up_to_its_range(reach):
     torch.testing.assert_close(logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_a_model_built_on_the_meta_device_and_loaded_by_assignment_is_served():
+    with torch.device("meta"):
+        model = FEMForCausalLM(small_model().config).eval()
+    assert served(model, "sdpa", tokens(2, 5).to("meta")).logits.is_meta
+    model.load_state_dict(small_model().state_dict(), assign=True)
+    for _ in range(2):
+        torch.testing.assert_close(served(model, "sdpa", tokens(2, 5)).logits, model(tokens(2, 5)).logits)
+
+
 @pytest.mark.parametrize("family", ["full", "split_grouped"])
 def test_beyond_the_range_the_clip_is_reported(family):
     model, ids = shifted_values(150.0, **FAMILIES[family]), tokens(2, 12)
