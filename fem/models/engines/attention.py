@@ -63,7 +63,7 @@ def attend(
 
 def _packed(block: nn.Module, v: Tensor, f: Tensor, packing: Packing) -> Float[Tensor, "b t hkv w"]:
     reach, limit = packing.exponents(f.detach().float()).detach().abs().amax(), REACH[v.dtype]
-    if block.largest.is_meta:  # no checkpoint holds it: `load_state_dict(assign=True)` leaves it where it was
+    if block.largest.device != reach.device:  # one of them is on the meta device
         block.largest = torch.zeros_like(reach)
     torch.maximum(block.largest, reach.float(), out=block.largest)
     looks = v.device.type == "cpu" and not torch.compiler.is_compiling() and not block.warned
