@@ -212,6 +212,12 @@ def test_gradients_through_an_engine_are_those_of_the_exact_read():
         torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-4 * grad.abs().max().item(), msg=name)
 
 
+def test_an_engine_is_mapped_over_rows():
+    model, ids = small_model(), tokens(2, 7)
+    read = lambda row: served(model, "sdpa", row[None], use_cache=False).logits[0]  # noqa: E731
+    torch.testing.assert_close(torch.func.vmap(read)(ids), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 def shifted_values(reach: float, **fields) -> FEMForCausalLM:
     """A model with biases on its values that bring beta v to about `reach` nats."""
     model = small_model(**fields)
