@@ -291,6 +291,13 @@ def test_replaced_model_is_one_graph(name, as_users_run):
     close(compiled(**given, **how)[0], model(**given)[0], 1e-5)
 
 
+def test_a_compiled_model_is_not_compiled_to_be_compared():
+    compiled, model = [], decoder("llama")
+    model.compile(backend=lambda graph, _: compiled.append(graph) or graph)
+    replace_attention(model)
+    assert compiled == []
+
+
 def test_threads_keep_their_features_apart():
     model = lively(replace_attention(siglip(), lambda_init=0.0))
     images = [torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
