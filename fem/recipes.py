@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import field
 from typing import Any
+
+TOO_LARGE = 1e36  # a step of float32 with such a rate overflows
 
 
 def option(default: Any, help: str, called: str | None = None, shown: Callable[[str], str] | None = None) -> Any:
@@ -23,20 +24,22 @@ def listed(text: str) -> list[str]:
 
 
 def require_positive(recipe: Any, *names: str) -> None:
-    """Raises ValueError where one of these fields is not positive and finite. None, for a default, passes."""
+    """Raises ValueError where one of these fields is not positive, or too large. None, for a default, passes."""
     for name in names:
         value = getattr(recipe, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} must be positive, got {value}.")
+        if value is not None and not 0 < value < TOO_LARGE:
+            raise ValueError(f"{name} must be {f'below {TOO_LARGE:g}' if value > 0 else 'positive'}, got {value}.")
 
 
 def require_not_negative(recipe: Any, *names: str) -> None:
-    """Raises ValueError where one of these fields is negative, infinite or no number, and on a seed from 2^32 on."""
+    """Raises ValueError where one of these fields is negative, too large or no number, and on a seed from 2^32 on."""
     for name in names:
         if name == "seed" and recipe.seed >= 2**32:
             raise ValueError(f"seed must be below 2^32, got {recipe.seed}.")
-        if not (getattr(recipe, name) >= 0 and math.isfinite(getattr(recipe, name))):
-            raise ValueError(f"{name} must not be negative, got {getattr(recipe, name)}.")
+        value = getattr(recipe, name)
+        if not 0 <= value < TOO_LARGE:
+            wanted = f"be below {TOO_LARGE:g}" if value > 0 else "not be negative"
+            raise ValueError(f"{name} must {wanted}, got {value}.")
 
 
 def require_one_of(name: str, value: str, known: Collection[str]) -> None:

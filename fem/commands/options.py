@@ -64,6 +64,8 @@ def recipe_options(recipe: type) -> Callable[[Command], Command]:
 
 
 def _as_typed(sentence: str, recipe: type) -> str:
-    """The sentence of an error, with options for names of fields: its first word, any with a value or a line in it."""
+    """The sentence of an error, with options for names of fields: its first word, any with a value or a line in it, and
+    those of "steps (12 there, 11 here)"."""
     typed = {name: f"--{called(x)}" for x in fields(recipe) for name in (x.name, called(x).replace("-", "_"))}
-    return re.sub(r"^\w+(?= )|\b\w+_\w+\b|\b\w+(?= = )", lambda match: typed.get(match[0], match[0]), sentence)
+    names = r"^\w+(?= )|\b\w+_\w+\b|\b\w+(?= = | \(.* there, )"
+    return re.sub(names, lambda match: typed.get(match[0], match[0]), sentence)

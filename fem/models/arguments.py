@@ -15,6 +15,7 @@ from transformers.utils import TransformersKwargs
 from fem.models.cache import CACHE
 from fem.models.engines.attention import EXACT
 from fem.models.engines.obstacles import FULL, SLIDING
+from fem.ops.common.backend import has_values
 from fem.ops.common.tokens import PLAIN, Tokens, last_kept_before, whole_rows
 
 SAID_BY_POSITIONS = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"}  # ignored beside position_ids, which say the same
@@ -89,7 +90,7 @@ class Inputs(NamedTuple):
                 f"attention_mask must have shape (batch, cached + new tokens) = {wanted}, "
                 f"got {tuple(mask.shape)}.{by_pairs}"
             )
-        if torch.compiler.is_compiling() or mask.is_meta:
+        if not has_values(mask):
             return mask[:, past:]
         if mask.is_floating_point():  # as peft's prompt tuning makes it; rows of 0 are added to scores
             keep = mask == 1
@@ -115,7 +116,7 @@ class Inputs(NamedTuple):
                 f"{tuple(self.position_ids.shape)} and dtype {self.position_ids.dtype}."
             )
         opens = self._restarts(self.position_ids)
-        if not torch.compiler.is_compiling() and not bool(opens.any()):
+        if has_values(opens) and not bool(opens.any()):
             return None
         return opens.long().cumsum(-1).expand(batch, -1)
 

@@ -57,7 +57,8 @@ class FEMBlock(GradientCheckpointingLayer):
         self.mixer = FreeEnergyMixer(mixer)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
-        self.register_buffer("largest", torch.zeros(()), persistent=False)  # |beta v| that `attend` has seen
+        here = "cpu" if torch.get_default_device().type == "meta" else None  # where no checkpoint would fill it
+        self.register_buffer("largest", torch.zeros((), device=here), persistent=False)  # |beta v| that `attend` saw
         self.warned = False
 
     def forward(

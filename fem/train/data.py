@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import IterableDataset, load_dataset
+from datasets.table import CastError
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -162,6 +163,9 @@ def texts_of(recipe: TrainRecipe, part: IterableDataset, field: str) -> Iterator
             yield text
     except UnicodeDecodeError as error:
         raise ValueError(f"data must be UTF-8, got {unfit(recipe)!r} with other bytes.") from error
+    except CastError as error:
+        told = f"data must be files of the same fields, got {recipe.data!r}: {' '.join(str(error).split())}."
+        raise ValueError(told) from error
     except (GeneratorExit, ValueError):
         raise
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from fem.config import MLPS
 from fem.recipes import option, require_not_negative, require_one_of, require_positive
@@ -131,7 +131,7 @@ FREE |= {"data"}  # which is compared by its content
 
 
 def differences(stored: dict, recipe: TrainRecipe) -> list[str]:
-    """The changed fields that a run under way does not allow, as "learning_rate (0.001 there, 0.002 here)".
+    """The changed options that a run under way does not allow, as "learning_rate (0.001 there, 0.002 here)".
 
     max_steps may be raised. A field that the run's version did not have yet had today's default.
     """
@@ -139,4 +139,5 @@ def differences(stored: dict, recipe: TrainRecipe) -> list[str]:
     changed = [name for name in wanted if name not in FREE and stored[name] != wanted[name]]
     if "max_steps" in changed and stored["max_steps"] < recipe.max_steps:
         changed.remove("max_steps")
-    return [f"{name} ({stored[name]} there, {wanted[name]} here)" for name in changed]
+    called = {field.name: field.metadata["called"] or field.name for field in fields(recipe)}
+    return [f"{called[name]} ({stored[name]} there, {wanted[name]} here)" for name in changed]

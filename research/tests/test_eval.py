@@ -228,6 +228,7 @@ def test_two_processes_score_what_one_does(folder, tasks, offline, monkeypatch, 
         [*torchrun, *words.split(), "--output", str(tmp_path / "two")], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("written to") == 1
     found = json.loads((tmp_path / "two" / "results.json").read_text())["eval"]
     assert found.keys() == wanted.keys()
     for task, scores in wanted.items():

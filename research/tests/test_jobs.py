@@ -54,11 +54,11 @@ def test_records_of_earlier_versions_are_found_again(experiment, key):
 def test_a_record_counts_for_the_job_that_it_names(tmp_path):
     job, other = MADRecipe().jobs()[:2]
     for named, found in ((job, True), (other, False)):
-        keep(job, tmp_path, {"job": asdict(named), "loss": 1.0})
+        keep(job, tmp_path, {"job": asdict(named), "curve": []})
         assert (record_of(job, tmp_path) is not None) == found
 
 
-@pytest.mark.parametrize("torn", ["[]", '{"job": {"mixer"', "\0" * 40])
+@pytest.mark.parametrize("torn", ["[]", "{}", '{"job": {"mixer"', "\0" * 40])
 def test_a_damaged_record_counts_for_none_and_is_told(tmp_path, capsys, torn):
     job = MADRecipe().jobs()[0]
     (tmp_path / f"{job.key}.json").write_text(torn)

@@ -252,6 +252,12 @@ def test_a_run_writes_its_page_and_goes_on_where_it_was(tmp_path, monkeypatch, c
     assert all(record_of(job, tmp_path / "regimes" / "runs") for job in jobs)
 
 
+@pytest.mark.parametrize("task", ["peak", "snapshot"])
+def test_a_training_that_diverged_has_no_score(task):
+    recipe = RegimesRecipe(tasks=task, mixers="softmax", learning_rates="1e30", **TINY)
+    assert math.isnan(train(recipe.job(task, "softmax", 1e30, 0), torch.device("cpu"))["curve"][-1]["validation"])
+
+
 def a_play(path, speakers=10, words=500):
     """Speaker s says the words s0, s1 .. in speeches of 50, all speakers in turn."""
     letters = "abcdefghij"[:speakers]

@@ -91,9 +91,24 @@ def test_a_stopped_run_leaves_the_earlier_one_as_it_was(tmp_path, stop):
 def test_a_run_is_written_on_the_disk_of_its_folder(tmp_path):
     (tmp_path / "run").mkdir()  # a volume of a container, say: files of its parent cannot be renamed into it
     with open_run(tmp_path / "run", "test", Recipe()) as run:
-        assert run.folder.parent == tmp_path / "run"
+        assert tmp_path / "run" in run.folder.parents
         run.finish({})
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.json", "results.json"]
+
+
+def test_what_a_killed_run_leaves_is_removed_by_the_next_and_what_another_writes_is_not(tmp_path):
+    begin = partial(open_run, tmp_path / "run", "test", Recipe())
+    if not (child := os.fork()):
+        held = begin()  # kept, or it would end here
+        held.__enter__().log(step=1)
+        os._exit(9)
+    os.waitpid(child, 0)
+    assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["metrics.jsonl"]
+    with begin() as run:
+        with pytest.raises(ValueError, match="another training writes to"):
+            begin().__enter__()
+        run.finish({})
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "results.json", "run"]
 
 
 STRANGERS = {  # what may lie in an output folder, and what the refusal says
@@ -136,9 +151,9 @@ def test_a_command_that_is_stopped_leaves_nothing(tmp_path, number):
     process = subprocess.Popen(command, cwd=tmp_path, preexec_fn=heard, **quiet)
     try:
         deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("runs/.argmax-*/metrics.jsonl")) and time.monotonic() < deadline:
+        while not list(tmp_path.glob("runs/.argmax-*/*/metrics.jsonl")) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert list(tmp_path.glob("runs/.argmax-*/metrics.jsonl"))
+        assert list(tmp_path.glob("runs/.argmax-*/*/metrics.jsonl"))
         process.send_signal(number)
         assert process.wait(120) != 0
     finally:

@@ -32,6 +32,7 @@ WRONG = {  # by command: what is typed, and how the sentence begins
         "--heads 1 --channels 1 --test-examples 1": "--validation-examples and --test-examples must hold at "
         "least 2 maxima, got 1000 and 1 of one channel.",
         "--enough nan": "--enough must be",
+        "--learning-rate 1e300": "--learning-rate must be below 1e+36, got 1e+300.",
         "--seed 4294967296": "--seed must be below 2^32, got 4294967296.",
     },
     "bench": {
@@ -82,6 +83,7 @@ WRONG = {  # by command: what is typed, and how the sentence begins
         "--profile recall --tasks compression": "--tasks must be from in-context-recall; got 'compression'",
         "--learning-rates 0.1,-1": "--learning-rates must be numbers of 0 or more",
         "--learning-rates 0": "--learning-rates must be above 0",
+        "--learning-rates 1e300": "--learning-rates must be numbers of 0 or more, below 1e+36, with commas",
         "--weight-decays nan": "--weight-decays must be numbers of 0 or more",
     },
     "plan": {
@@ -106,6 +108,7 @@ WRONG = {  # by command: what is typed, and how the sentence begins
     "vision": {
         "--patch-size 3": "--patch-size must divide --image-size = 8, got 3.",
         "--channels 2": "--channels must be 1 (grey) or 3 (RGB), got 2.",
+        "--weight-decay inf": "--weight-decay must be below 1e+36, got inf.",
         "--mixup 0.8": "--mixup = 0.8 and --cutmix = 0.0 need --recipe = deit, got plain.",
         "--recipe deit": "--recipe deit needs --channels = 3 and an even --batch-size, got 1 and 64.",
         "--stream": "--stream needs a dataset of the hub (OWNER/NAME), got --data = 'digits'.",
@@ -122,6 +125,14 @@ def test_a_wrong_option_is_one_sentence_before_anything_runs(monkeypatch, tmp_pa
     said = capsys.readouterr().err
     assert said.startswith(f"error: {WRONG[command][typed]}"), said
     assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [name for name, of in EXPERIMENTS.items() if "workers" in of.options])
+def test_no_sweep_has_no_workers(monkeypatch, tmp_path, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    assert fem(monkeypatch, command, "--workers", "0") == 2
+    assert "workers" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import subprocess
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from processes import printed
 from typer.testing import CliRunner
 
 from fem import __version__, cli, doctor, extras, provenance
+from fem.commands import options
 from fem.commands import train as train_command
 from fem.doctor import card
-from fem.train.recipe import TrainRecipe
+from fem.train.recipe import TrainRecipe, differences
 from fem_research.argmax import experiment as argmax
 from fem_research.argmax import settings as argmax_settings
 
@@ -96,6 +98,13 @@ def test_a_mistake_is_answered_by_one_sentence_and_status_2(monkeypatch, tmp_pat
     assert fem(monkeypatch, *arguments) == 2
     assert capsys.readouterr().err == sentence
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_changed_since_a_run_began_is_named_as_it_is_typed():
+    changed = differences(asdict(TrainRecipe()), TrainRecipe(model='{"a": 1}', context=64, max_steps=9))
+    said = options._as_typed(f"another recipe: {', '.join(changed)}.", TrainRecipe)
+    wanted = '--model-fields ({} there, {"a": 1} here), --context (512 there, 64 here), --steps (1000 there, 9 here).'
+    assert said == f"another recipe: {wanted}"
 
 
 def test_help_shows_brackets_and_values_and_whole_lists_on_a_terminal_of_80_columns():

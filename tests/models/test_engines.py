@@ -212,6 +212,12 @@ def test_gradients_through_an_engine_are_those_of_the_exact_read():
         torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-4 * grad.abs().max().item(), msg=name)
 
 
+def test_an_engine_is_mapped_over_rows():
+    model, ids = small_model(), tokens(2, 7)
+    read = lambda row: served(model, "sdpa", row[None], use_cache=False).logits[0]  # noqa: E731
+    torch.testing.assert_close(torch.func.vmap(read)(ids), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 def shifted_values(reach: float, **fields) -> FEMForCausalLM:
     """A model with biases on its values that bring beta v to about `reach` nats."""
     model = small_model(**fields)
@@ -231,6 +237,15 @@ def test_an_engine_is_right_up_to_its_range(reach):
         logits = served(model, "sdpa", ids).logits
     assert reach < model.model.layers[0].largest < REACH[torch.float32]
     torch.testing.assert_close(logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_built_on_the_meta_device_and_loaded_by_assignment_is_served():
+    with torch.device("meta"):
+        model = FEMForCausalLM(small_model().config).eval()
+    for _ in range(2):
+        model.load_state_dict(small_model().state_dict(), assign=True)
+        torch.testing.assert_close(served(model, "sdpa", tokens(2, 5)).logits, model(tokens(2, 5)).logits)
+        assert served(model.to("meta"), "sdpa", tokens(2, 5).to("meta")).logits.is_meta
 
 
 @pytest.mark.parametrize("family", ["full", "split_grouped"])

@@ -52,6 +52,16 @@ def test_second_derivatives_of_the_loss_are_those_of_its_logits(softmax_model):
     torch.testing.assert_close(mapped, dict(zip(named, wanted)), rtol=1e-4, atol=1e-6)
 
 
+@every_kind
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
+def test_a_model_is_mapped_over_rows_with_masks_or_documents_of_their_own(model, name):
+    ids, kept = tokens(2, 9), torch.arange(9) >= torch.tensor([[0], [3]])
+    marks = {"attention_mask": kept.long(), "position_ids": torch.arange(9) - 3 * kept.long()}[name]
+    call = lambda ids, marks: model(ids, **{name: marks}).logits  # noqa: E731
+    mapped = torch.func.vmap(lambda ids, marks: call(ids[None], marks[None])[0])(ids, marks)
+    torch.testing.assert_close(mapped[kept], call(ids, marks)[kept])
+
+
 def test_the_loss_makes_no_gradient_for_a_frozen_head():
     hidden, weight, targets = torch.randn(1, 4, 3, requires_grad=True), torch.randn(VOCABULARY, 3), tokens(1, 4)
     found = loss.cross_entropy(hidden, weight, targets)

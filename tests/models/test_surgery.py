@@ -18,6 +18,7 @@ from originals import DECODERS, PADDED, Attention, bert, close, decoder, lively,
 from processes import printed
 from small_models import VOCABULARY, awake
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fem import replace_attention
 from fem.models.surgery.head import FreeEnergyHead
@@ -231,6 +232,13 @@ def test_gradient_checkpointing_changes_no_gradient():
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_multihead_attention_has_its_gradient(reentrant):
+    model, x = awake(replace_attention(nn.MultiheadAttention(32, 4))), torch.randn(5, 2, 32, requires_grad=True)
+    checkpoint(model, x, x, x, use_reentrant=reentrant)[0].square().sum().backward()
+    torch.testing.assert_close(*torch.autograd.grad(model(x, x, x)[0].square().sum(), x), x.grad)
+
+
 @pytest.mark.parametrize("layers, replaced", [([0], [0]), ([-1], [2]), ((2, 0), [0, 2])])
 def test_layers_selects_what_is_replaced(layers, replaced):
     model = replace_attention(decoder("llama"), layers=layers)
@@ -281,6 +289,13 @@ def test_replaced_model_is_one_graph(name, as_users_run):
     how = {} if name == "siglip" else {"use_cache": False}
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     close(compiled(**given, **how)[0], model(**given)[0], 1e-5)
+
+
+def test_a_compiled_model_is_not_compiled_to_be_compared():
+    compiled, model = [], decoder("llama")
+    model.compile(backend=lambda graph, _: compiled.append(graph) or graph)
+    replace_attention(model)
+    assert compiled == []
 
 
 def test_threads_keep_their_features_apart():

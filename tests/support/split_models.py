@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from small_models import lively, small_config
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from fem import PRIORS
+from fem import PRIORS, replace_attention
 from fem.models import FEMForCausalLM
 from fem.models.context import context_parallel, own_part
 from fem.models.loss import IGNORED, next_tokens
@@ -29,6 +30,7 @@ BY_HEADS = {
     "split values": {"mixer": {"use_conv": False, "gate_rank": 4, "free_share": 0.5}},
     "gla and a window": {"layer_priors": ["gla", {"prior_type": "softmax", "window": 4}]},
 } | {name: {"prior_type": name} for name in ("linear", "rnn_softmax", "rnn_decay", "mamba")}
+REPLACED = {"replaced": {}, "replaced, slim gates": {"gate_rank": 4}}
 BY_ROWS = {f"{name}, {'with' if conv else 'without'} conditioner": {"prior_type": name, "mixer": {"use_conv": conv}}
            for name in PRIORS for conv in (True, False)}  # fmt: skip
 BY_ROWS |= {
@@ -51,6 +53,13 @@ def model(fields: dict) -> FEMForCausalLM:
     return lively(FEMForCausalLM(small_config(**sizes | fields)), size=0.1)
 
 
+def replaced(fields: dict) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, intermediate_size=96)
+    return lively(replace_attention(AutoModelForCausalLM.from_config(config), **fields), size=0.1)
+
+
 def draw(time: int) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (2, time), generator=torch.Generator().manual_seed(1))
 
@@ -70,11 +79,12 @@ def step(model, ids, engine: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_heads(name: str, engine: str, scratch: Path) -> dict:
-    one, folder = model(BY_HEADS[name]), scratch / name.replace(" ", "_")
+    one, folder = replaced(REPLACED[name]) if name in REPLACED else model(BY_HEADS[name]), scratch / name
     if dist.get_rank() == 0:
         one.save_pretrained(folder)
     dist.barrier()
-    split = FEMForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=dist.get_world_size()))
+    dealt = DistributedConfig(tp_size=dist.get_world_size())
+    split = AutoModelForCausalLM.from_pretrained(folder, distributed_config=dealt)
     ids = draw(11)
     (logits, loss), (split_logits, split_loss) = step(one, ids, engine), step(split, ids, engine)
     whole = {key: getattr(x, "full_tensor", lambda x=x: x)() for key, x in split.state_dict().items()}
@@ -140,7 +150,7 @@ if __name__ == "__main__":
     mesh, scratch = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("context",)), Path(sys.argv[2])
     if sys.argv[1] == "heads":
         cases = [(name, "exact") for name in BY_HEADS]
-        cases += [(name, "sdpa") for name in ("softmax", "slim gates", "split values")]
+        cases += [(name, "sdpa") for name in ("softmax", "slim gates", "split values", *REPLACED)]
         found = {f"{name}, {engine}": by_heads(name, engine, scratch) for name, engine in cases}
     else:
         found = {name: by_rows(fields, "plain", mesh) for name, fields in BY_ROWS.items()}

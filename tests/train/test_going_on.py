@@ -220,7 +220,7 @@ def test_more_steps_go_on_at_the_rate_of_the_longer_schedule(copy, data):
     [
         ({}, False, "output holds checkpoint-12 already; add --resume auto"),
         ({"learning_rate": 0.5}, True, r"another recipe: learning_rate \(0.001 there, 0.5 here\)"),
-        ({"max_steps": 11}, True, r"another recipe: max_steps \(12 there, 11 here\)"),
+        ({"max_steps": 11}, True, r"another recipe: steps \(12 there, 11 here\)"),
         ({"vocabulary": 290}, True, r"another recipe: vocabulary \(300 there, 290 here\)"),
     ],
 )

@@ -49,7 +49,7 @@ def test_accumulated_steps_and_a_resumed_run_are_the_whole_one(data, tmp_path):
     train.run(replace(whole, micro_batch=1), tmp_path / "parts")
     torch.testing.assert_close(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-4, atol=0)
     train.run(replace(whole, max_steps=3, warmup_steps=2), tmp_path / "stopped")
-    with pytest.raises(ValueError, match="another recipe: architecture \\(llama there, gpt2 here\\), model"):
+    with pytest.raises(ValueError, match="another recipe: model \\(llama there, gpt2 here\\), model_fields"):
         train.run(other(data, "gpt2", max_steps=6, save_steps=3), tmp_path / "stopped", resume=True)
     results = train.run(whole, tmp_path / "stopped", resume=True)
     assert results["train"]["step"] == 6

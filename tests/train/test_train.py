@@ -285,6 +285,13 @@ def test_files_that_hold_no_text_are_refused_in_a_sentence_and_leave_nothing(tmp
     assert (tmp_path / "mine").exists()
 
 
+def test_files_of_other_fields_are_refused_in_a_sentence(tmp_path):
+    (tmp_path / "other.jsonl").write_bytes(UNFIT["other.jsonl"])
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    with pytest.raises(ValueError, match=r"^data must be files of the same fields, got '\S+': .* names don't match.$"):
+        list(lm_data.texts_of(recipe := tiny(tmp_path), *lm_data.documents(recipe)[0]))
+
+
 @pytest.mark.parametrize("name", ["binary.txt", "latin.txt"])
 @pytest.mark.parametrize("place", ["a", "z"])  # before the other file and behind it
 def test_of_a_folder_the_file_that_is_no_text_is_named(tmp_path, name, place):

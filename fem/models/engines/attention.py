@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from fem.models.cache import CACHE
+from fem.ops.common.backend import transformed
 from fem.ops.common.read import Read
 from fem.ops.softmax.cached import REACH, fixed_packing, pack, unpack
 from fem.ops.softmax.packing import Packing
@@ -62,7 +63,11 @@ def attend(
 
 
 def _packed(block: nn.Module, v: Tensor, f: Tensor, packing: Packing) -> Float[Tensor, "b t hkv w"]:
+    if transformed(v):  # by torch.func, which lets nothing be written to a tensor from outside
+        return pack(v, f, packing)
     reach, limit = packing.exponents(f.detach().float()).detach().abs().amax(), REACH[v.dtype]
+    if block.largest.device != reach.device:  # one of them is on the meta device
+        block.largest = torch.zeros_like(reach)
     torch.maximum(block.largest, reach.float(), out=block.largest)
     looks = v.device.type == "cpu" and not torch.compiler.is_compiling() and not block.warned
     if looks and not block.largest <= limit:  # NaN too

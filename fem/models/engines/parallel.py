@@ -39,11 +39,15 @@ def check_heads(config: PreTrainedConfig, processes: int) -> None:
 
 
 def _of_mixer(mixer: FreeEnergyMixerConfig) -> dict[str, str]:
-    up = ".up" if mixer.gate_rank else ""  # of a slim gate the first map is shared by the heads
     columns = ["value", *(f"prior.{name}" for name in PRIORS[mixer.prior_type].map_names)]
     columns += ["value_scale"] * mixer.use_conv
-    columns += [f"gate.inner{up}"] * mixer.learns_lambda + [f"gate.outer{up}"] * mixer.use_outer_gate
-    plan = dict.fromkeys(columns, "colwise") | {"output": "rowwise"}
-    if mixer.use_temperature:
-        plan |= {"beta": "local_params", "beta.theta": "colwise"}
+    plan = dict.fromkeys(columns, "colwise") | {"output": "rowwise"} | of_heads(mixer)
     return {f"mixer.{name}": style for name, style in plan.items()}
+
+
+def of_heads(mixer: FreeEnergyMixerConfig) -> dict[str, str]:
+    """What beta and the gates, which a replaced attention has too, need."""
+    up = ".up" if mixer.gate_rank else ""  # of a slim gate the first map is shared by the heads
+    columns = [f"gate.inner{up}"] * mixer.learns_lambda + [f"gate.outer{up}"] * mixer.use_outer_gate
+    beta = {"beta": "local_params", "beta.theta": "colwise"} if mixer.use_temperature else {}
+    return dict.fromkeys(columns, "colwise") | beta

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from fem.models.engines.parallel import of_heads
 from fem.models.opener import OpensWithFEM
 from fem.models.surgery.graft import apply
+from fem.models.surgery.head import FreeEnergyHead
 
 RECORD = "free_energy_mixer"  # the field of a config that holds the calls made on its model
 PREFIX = "FEM"
@@ -121,10 +124,23 @@ def replaced_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]
         for call in calls:
             apply(model, **call)
             record(model, call)
+        model._tp_plan = _split_by_heads(model)
         return model
 
     members = {"__new__": build, "__module__": __name__, "config_class": ReplacedConfig}
     return type(architecture.__name__, (architecture,), members)
+
+
+def _split_by_heads(model: PreTrainedModel) -> dict[str, str]:
+    """The model's tensor-parallel plan, with the free energy of every attention whose heads it splits."""
+    plan = dict(model._tp_plan or {})
+    for path in [path for path, part in model.named_modules() if isinstance(part, FreeEnergyHead)]:
+        place = re.sub(r"\.\d+", ".*", path)
+        attention = place.removesuffix("free_energy")
+        if "rowwise" in {style for name, style in plan.items() if name.startswith(attention)}:  # the output map's
+            own = of_heads(model.get_submodule(path).gate.config)
+            plan |= {f"{place}.{name}": style for name, style in own.items()}
+    return plan
 
 
 def record(model: PreTrainedModel, call: dict) -> None:

@@ -56,7 +56,8 @@ class FreeEnergyMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Float[Tensor, "..."], Tensor | None]:
-        if key is not query or value is not query:
+        same = lambda x: x.is_set_to(query) and x.requires_grad == query.requires_grad  # noqa: E731
+        if not all(x is query or same(x) for x in (key, value)):  # a reentrant checkpoint detaches each of them
             raise ValueError(
                 "query, key and value must be one tensor, as the gates belong to the tokens that are read; "
                 "keep cross-attention as it was, with layers=[...] of replace_attention."
@@ -83,7 +84,12 @@ class FreeEnergyMultiheadAttention(nn.MultiheadAttention):
 
     def _bias(self, x: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
         """Both masks of torch (bool: True is forbidden; float: added) as one bias."""
-        masks = []
+        masks, (batch, time) = [], x.shape[:2]
+        pairs = [(time, time), (batch * self.num_heads, time, time)]
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            shapes = pairs if mask is attn_mask else [(batch, time)]
+            if mask is not None and tuple(mask.shape) not in shapes:
+                raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}.")
         if key_padding_mask is not None:
             masks.append(key_padding_mask[:, None, None])
         if attn_mask is not None:

@@ -70,6 +70,17 @@ def guarded(condition: bool | torch.SymBool) -> bool:
     return True if condition else False  # noqa: SIM210  (bool(..) of a symbol stays one)
 
 
+def has_values(x: Tensor) -> bool:
+    """Whether the host can read values of x, though a GPU is waited for: not in graphs, under vmap or on meta."""
+    if torch.compiler.is_compiling():
+        return False
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return False
+        x = torch._C._functorch.get_unwrapped(x)
+    return not x.is_meta
+
+
 def may_look(x: Tensor) -> bool:
     """Whether values of x may be read on the host: on a CPU, where nothing waits, outside graphs and transforms."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed(x)

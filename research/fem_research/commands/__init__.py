@@ -82,7 +82,7 @@ def command(name: str) -> Callable:
 
     options = {
         "output": (Path | None, typer.Option(help=f"Folder of the run; default: runs/{name}{suffix}.")),
-        "workers": (int | None, typer.Option(help="Runs at a time; default: one per core, or four per GPU.")),
+        "workers": (int | None, typer.Option(min=1, help="Runs at a time; default: one per core, or four per GPU.")),
         "profile": (str | None, typer.Option(help=f"Defaults of all other options: {', '.join(profiles)}.")),
         "paper": (bool, typer.Option("--paper", help="Appendix P as the paper has it: its form, size and training.")),
     }

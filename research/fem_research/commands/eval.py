@@ -17,5 +17,5 @@ def command(
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/eval"),
 ):
     """Score a language model with lm-evaluation-harness: the paper's suite, or any tasks."""
-    run(EvalRecipe(**changes), output)
-    typer.echo(f"written to {output}: report.md, results.json, table.csv")
+    if run(EvalRecipe(**changes), output):  # of torchrun's processes, the first
+        typer.echo(f"written to {output}: report.md, results.json, table.csv")

@@ -64,7 +64,7 @@ def record_of(job: Job, folder: Path) -> dict | None:
     if not path.exists():
         return None
     found = read_json(path)
-    if isinstance(found, dict):
+    if isinstance(found, dict) and "curve" in found:
         return found if "job" not in found or decided(found["job"]) == decided(asdict(job)) else None
     note(f"{path.name} is damaged; its training runs again.")
     return None

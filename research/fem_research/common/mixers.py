@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from fem.config import CONDITIONERS, FreeEnergyMixerConfig, build_config, paper_fields
-from fem.recipes import listed
+from fem.recipes import TOO_LARGE, listed
 
 INITIALISATIONS = ("normal", "torch")  # of the linear maps, see `blocks.initialise`
 PARTS = {"C": "use_conv", "L": "use_lse", "T": "use_temperature", "G": "use_outer_gate"}
@@ -181,13 +181,14 @@ def mixer_config(name: str, width: int, heads: int, **fields) -> FreeEnergyMixer
 
 def numbers(name: str, text: str) -> tuple[float, ...]:
     """The numbers in a list, each once. Raises ValueError, naming the field, where there is none, and where one is
-    negative, infinite or no number."""
+    negative, too large or no number."""
     try:
         values = tuple(dict.fromkeys(float(value) for value in listed(text)))
     except ValueError:
         values = ()
-    if not (values and all(0 <= number < math.inf for number in values)):
-        raise ValueError(f"{name} must be numbers of 0 or more with commas between them, got {text!r}.")
+    if not (values and all(0 <= number < TOO_LARGE for number in values)):
+        wanted = f"numbers of 0 or more, below {TOO_LARGE:g}, with commas between them"
+        raise ValueError(f"{name} must be {wanted}, got {text!r}.")
     return values
 
 

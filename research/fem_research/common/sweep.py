@@ -30,8 +30,6 @@ def sweep(jobs: Sequence[Job], folder: Path, train: Train, workers: int | None =
     train(job, device, place) returns {"curve", "parameters", "seconds"} and may keep checkpoints in the folder `place`;
     other processes must be able to import it. workers: jobs at a time; None: one per core, or four per GPU.
     """
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers must be positive, got {workers}.")
     if not jobs:
         return
     devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import tempfile
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
@@ -30,6 +30,7 @@ from rich.table import Column
 from fem import provenance
 from fem.commands.options import called
 from fem.provenance import CONFIG, PAGE, RESULTS, circumstances, versions, write_json
+from fem.train.checkpoints import one_writer
 
 RUNS = "runs"  # in the folder of a comparison: the records of its trainings
 
@@ -79,7 +80,8 @@ def open_run(output: Path, experiment: str, recipe) -> Iterator[Run]:
     """A run of `recipe`. Its files are moved to `output` when the block ends, results.json last.
 
     Files of the same recipe's earlier run are replaced; a run that fails or is stopped leaves them as they were.
-    Raises ValueError where `output` holds anything else (`check_output`), TypeError if `recipe` is no dataclass.
+    Raises ValueError where `output` holds anything else (`check_output`) or another process writes to it, TypeError if
+    `recipe` is no dataclass.
     """
     if not is_dataclass(recipe):
         raise TypeError(f"recipe must be a dataclass, got {type(recipe).__name__}.")
@@ -87,12 +89,19 @@ def open_run(output: Path, experiment: str, recipe) -> Iterator[Run]:
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
     beside = output if output.is_dir() else output.parent  # on the disk of the output, which may be a mount of its own
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=beside) as staging:
-        run = Run(Path(staging), recipe.seed)
-        config = {"experiment": experiment, "recipe": asdict(recipe), "seed": recipe.seed}
-        write_json(run.folder / CONFIG, config | circumstances())
-        yield run
-        _publish(run.folder, output)
+    place = beside / f".{output.name}-under-way"
+    place.mkdir(exist_ok=True)
+    with one_writer(place):
+        run = Run(place / RUNS, recipe.seed)
+        shutil.rmtree(run.folder, ignore_errors=True)  # of a run that was killed
+        try:
+            run.folder.mkdir()
+            config = {"experiment": experiment, "recipe": asdict(recipe), "seed": recipe.seed}
+            write_json(run.folder / CONFIG, config | circumstances())
+            yield run
+            _publish(run.folder, output)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _publish(staging: Path, output: Path) -> None:
