@@ -228,7 +228,7 @@ class FEMModel(FEMPreTrainedModel):
             masks = given.masks(config, self.kinds, past_key_values)
             told = {"attention_mask": masks, "position_ids": given.position_ids, "tokens": tokens, **kwargs}
 
-        told |= {CACHE: past_key_values, "known": Known()}
+        told = {CACHE: past_key_values, "known": Known()} | told  # of pages, the engine's own cache
         for block in self.layers:
             x = block(x, **told)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: past_key_values})
