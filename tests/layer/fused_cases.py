@@ -425,7 +425,7 @@ ROWS = TOKENS | {
 @pytest.mark.parametrize("name", ROWS)
 def test_the_maps_of_a_row_are_one_product(name, monkeypatch):
     layer, products, product = build(ROWS[name]), [], joint_maps._of_a_row
-    monkeypatch.setattr(fused_layer, "fits", lambda *call: False)
+    monkeypatch.setattr(fused_layer, "mixed", lambda *call: None)
     monkeypatch.setattr(joint_maps, "DTYPES", (torch.float32,))
     monkeypatch.setattr(joint_maps, "_of_a_row", lambda *given: products.append(1) or product(*given))
     found = errors(layer, torch.randn(2, 9, 20))

@@ -20,7 +20,7 @@ def compiled(kernel, types: dict[str, str], constants: dict, warps: int, capabil
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = [index for index, name in enumerate(names) if signature[name].startswith("*")]
     source = ASTSource(
-        fn=kernel,
+        fn=kernel.fn,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(index,): [["tt.divisibility", 16]] for index in aligned},

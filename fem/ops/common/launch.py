@@ -29,6 +29,7 @@ class Launched(KernelInterface):
     """A kernel that asks Triton once for the code of launches of one kind."""
 
     def __init__(self, kernel: JITFunction):
+        functools.update_wrapper(self, kernel, updated=())
         self.fn, self.arg_names, self.codes = kernel, kernel.arg_names, {}
         self.inputs = sum(not parameter.is_constexpr for parameter in kernel.params)
 
