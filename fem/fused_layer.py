@@ -141,34 +141,40 @@ def gated(
     causal: bool,
     scale: float | None,
     mask: Tensor | None = None,
-    seen: Sequence[Tensor] = (),
 ) -> Float[Tensor, "b t h d"] | None:
     """`mixed` of what somebody else's maps have made: queries, keys, values, and the logits of lambda and g, (B, T,
-    H d) each or None. `head` has the gate and beta. In eager calls a mask of pairs, as in `seen_of`, or what is seen.
-    Nothing where another form has to read them.
+    H d) each or None. `head` has the gate and beta. mask: of pairs, as in `seen_of`, in eager calls. Nothing where
+    another form has to read them.
     """
-    heads, width, free = q.shape[2], v.shape[3], 0 if head.beta is None else v.shape[3]
-    sizes, inputs = (heads, k.shape[2], q.shape[3], width), (q, k, v, *logits)
-    kernel = _kernel_of_parts(head, q, sizes, causal, mask is not None or len(seen) > 0)
-    if kernel is None or k.shape[1] != q.shape[1] or not plain_tensors(*inputs):
+    sizes = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    kernel = _kernel_of_parts(head, q, sizes, causal, mask is not None)
+    if kernel is None or k.shape[1] != q.shape[1] or not plain_tensors(q, k, v, *logits):
         return None
+    if mask is None:
+        return _gated(head, kernel, logits, q, k, v, causal, scale, ())
     from fem.ops.softmax.fused.bounded_attention import seen_of
+
+    known = None if mask.requires_grad or torch.compiler.is_compiling() else seen_of(mask)
+    if known is None:
+        return None
+    seen, idle = known
+    o = _gated(head, kernel, logits, q, k, v, causal, scale, seen)
+    return o if idle is None else o.masked_fill(idle[..., None, None], 0.0)
+
+
+def _gated(head, kernel: str, logits, q, k, v, causal, scale, seen: Sequence[Tensor]) -> Float[Tensor, "b t h d"]:
+    """`gated` by that kernel of attention, which `_kernel_of_parts` names."""
     from fem.ops.softmax.fused.gated_read import gated_read  # by Triton, which the library does not require
     from fem.ops.softmax.fused.layer_form import Form, Options
 
-    idle = None
-    if mask is not None:
-        known = None if mask.requires_grad or torch.compiler.is_compiling() else seen_of(mask)
-        if known is None:
-            return None
-        seen, idle = known
+    heads, width, free = q.shape[2], v.shape[3], 0 if head.beta is None else v.shape[3]
+    sizes = heads, k.shape[2], q.shape[3], width
     form = Form(*sizes, free, free > 0, causal, False, logits[1] is not None, 0, 0, *_called(kernel))
     start, theta = (0.0, None) if head.beta is None else (head.beta.start, head.beta.theta)
     options = Options(form, q.shape[3] ** -0.5 if scale is None else scale, head.gate.config.eps, start)
-    *parts, inner, outer = (x if x is None else x.to(DTYPE) for x in inputs)
+    *parts, inner, outer = (x if x is None else x.to(DTYPE) for x in (q, k, v, *logits))
     by_heads = [x if x is None else x.unflatten(-1, (heads, width)) for x in (inner, outer)]
-    o = gated_read(options, *parts, *by_heads, theta, seen)
-    return o if idle is None else o.masked_fill(idle[..., None, None], 0.0)
+    return gated_read(options, *parts, *by_heads, theta, seen)
 
 
 def _kernel_of_parts(head, x: Tensor, sizes: tuple[int, ...], causal: bool, bounded: bool = False) -> str | None:
@@ -193,11 +199,14 @@ def _mixed_by_parts(layer, call: Call, features: Tensor) -> Tensor | None:
     if config.free_alone or config.value_logexp_cap is not None or config.free_share is not None:
         return None
     sizes = config.n_head, config.kv_heads, config.key_width, config.value_width
-    if _kernel_of_parts(layer, call.x, sizes, config.causal, bounded) is None:
+    kernel = _kernel_of_parts(layer, call.x, sizes, config.causal, bounded)
+    if kernel is None:
         return None
     q, k = prior.queries_and_keys(features, call.tokens.position)
-    inputs = layer.gate.logits(features), q, k, layer.modulated(call.x, features), config.causal, None
-    return gated(layer, *inputs, seen=_seen(layer, call) if bounded else ())
+    v, logits = layer.modulated(call.x, features), layer.gate.logits(features)
+    if not plain_tensors(q, k, v, *logits):
+        return None
+    return _gated(layer, kernel, logits, q, k, v, config.causal, None, _seen(layer, call) if bounded else ())
 
 
 def _seen(layer, call: Call) -> list[Tensor]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from fem.ops.common.shared import known_of
 from fem.ops.common.tokens import last_kept_before
+from fem.ops.softmax.support import HIDDEN
 
 BY_MASKS = "call model.set_attn_implementation('sdpa'), which passes such a mask"
 OTHERWISE = {  # by whether the mixer is causal
     False: "pass causal=True to replace_attention if the model is called as a causal one, or preserve=True",
     True: "pass preserve=True to replace_attention",
 }
-LEAST = -1e3  # added to a score, it leaves no weight
 
 
 def check_mask(attention_mask, keys: int, further: dict) -> None:
@@ -43,17 +43,9 @@ def check_mask(attention_mask, keys: int, further: dict) -> None:
         )
 
 
-_rising = WeakIdKeyDictionary()  # positions that were seen to rise, and in which version: all layers are given the same
-
-
+@known_of
 def _restarts(position: Int[Tensor, "b t"]) -> bool:
-    version = None if position.is_inference() else position._version
-    if version is not None and _rising.get(position) == version:
-        return False
-    if bool((position.diff(dim=-1) <= 0).any()):
-        return True
-    _rising[position] = version
-    return False
+    return bool((position.diff(dim=-1) <= 0).any())
 
 
 def tokens_of(mask: Tensor, time: int, causal: bool) -> tuple[Bool[Tensor, "b t"], Int[Tensor, "b t"]]:
@@ -62,7 +54,7 @@ def tokens_of(mask: Tensor, time: int, causal: bool) -> tuple[Bool[Tensor, "b t"
     A token exists where it sees itself; it opens a document where it does not see the existing token before it. Raises
     ValueError where the mask allows other pairs than these documents, but for those before a window.
     """
-    allowed = mask if mask.dtype == torch.bool else mask > LEAST
+    allowed = mask if mask.dtype == torch.bool else mask > HIDDEN
     pairs = allowed[:, 0, :, -time:].expand(-1, time, -1)
     keep = pairs.diagonal(dim1=1, dim2=2)
     before = last_kept_before(keep)[:, :-1]
@@ -73,7 +65,7 @@ def tokens_of(mask: Tensor, time: int, causal: bool) -> tuple[Bool[Tensor, "b t"
         wanted = wanted.tril() if causal else wanted
         first = pairs.byte().argmax(2, keepdim=True)  # token that is seen
         hidden = wanted & ~pairs & (torch.arange(time, device=mask.device) > first)
-        biased = mask.dtype != torch.bool and bool(((mask > LEAST) & (mask != 0)).any())
+        biased = mask.dtype != torch.bool and bool(((mask > HIDDEN) & (mask != 0)).any())
         if biased or bool((keep[..., None] & (hidden | (pairs & ~wanted))).any()):
             later = ", and hide later tokens" if causal else ""
             got = "adds numbers to scores" if biased else "hides or shows other tokens"

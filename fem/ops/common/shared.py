@@ -6,14 +6,20 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 _known: ContextVar[dict | None] = ContextVar("known", default=None)
 
 
 class Known:
-    """What was found in a forward pass, for all its layers, and for those that the backward computes again."""
+    """What was found in a forward pass, for all its layers, and for those that the backward computes again.
+
+    No dictionary, which FSDP and accelerate copy for every block that is given one.
+    """
 
     def __init__(self):
         self.results = {}
@@ -47,5 +53,21 @@ def shared(function: Callable) -> Callable:
         if key not in known:
             known[key] = function(*arguments)
         return known[key]
+
+    return run
+
+
+def known_of(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """The function, called once for a tensor that lives on, as one that all layers of somebody's model are given, until
+    PyTorch counts a change of it. It does not count those of tensors of inference mode."""
+    known = WeakIdKeyDictionary()
+
+    @functools.wraps(function)
+    def run(x: Tensor):
+        version = None if x.is_inference() else x._version
+        found = known.get(x)
+        if found is None or version is None or found[0] != version:
+            found = known[x] = version, function(x)
+        return found[1]
 
     return run

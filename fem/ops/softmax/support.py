@@ -17,6 +17,9 @@ from fem.ops.common.tokens import Tokens
 _FAR = 1 << 40  # more than any position; a tensor can hold distances to it
 
 
+HIDDEN = -1e3  # added to a score, it leaves no weight
+
+
 class Support(NamedTuple):
     """Query t sees the keys first_t <= i < end_t that exist, with the scores s_ti = scale q_t . k_i + bias_ti.
 

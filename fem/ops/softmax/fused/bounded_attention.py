@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fem.ops.common.operator import recorded
+from fem.ops.common.shared import known_of
 from fem.ops.softmax.card_attention import attend_on_card, block_lists
 from fem.ops.softmax.fused.fused_attention import together
-from fem.ops.softmax.support import Support
+from fem.ops.softmax.support import HIDDEN, Support
 
 
 def with_lists(first: Int[Tensor, "#b t"], end: Int[Tensor, "#b t"]) -> list[Tensor]:
@@ -21,10 +21,7 @@ def with_lists(first: Int[Tensor, "#b t"], end: Int[Tensor, "#b t"]) -> list[Ten
     return [first, end, *block_lists(Support(False, 1.0, None, first, end), time, time, first.device)]
 
 
-_KNOWN = WeakIdKeyDictionary()  # what was found of a mask, and in which version: the layers of a model are given one
-_HIDDEN = -1e3  # added to a score, it leaves no weight
-
-
+@known_of
 def seen_of(
     mask: Bool[Tensor, "#b #h #tq t"] | Float[Tensor, "#b #h #tq t"],
 ) -> tuple[list[Tensor], Bool[Tensor, "#b t"] | None] | None:
@@ -33,12 +30,8 @@ def seen_of(
 
     None where the mask says more than a range of keys for each query. The host waits, once for a mask.
     """
-    version = None if mask.is_inference() else mask._version
-    known = _KNOWN.get(mask)
-    if known is None or version is None or known[0] != version:
-        alike = mask.shape[1] == 1 and mask.shape[2] in (1, mask.shape[3])  # for all heads
-        known = _KNOWN[mask] = version, _seen_of(mask[:, 0].expand(-1, mask.shape[3], -1)) if alike else None
-    return known[1]
+    alike = mask.shape[1] == 1 and mask.shape[2] in (1, mask.shape[3])  # for all heads
+    return _seen_of(mask[:, 0].expand(-1, mask.shape[3], -1)) if alike else None
 
 
 def _seen_of(mask: Tensor) -> tuple[list[Tensor], Tensor | None] | None:
@@ -46,9 +39,7 @@ def _seen_of(mask: Tensor) -> tuple[list[Tensor], Tensor | None] | None:
     count, key = sees.sum(-1), torch.arange(mask.shape[-1], device=mask.device)
     first, idle = sees.byte().argmax(-1), count == 0
     ranges = (first[..., None] <= key) & (key < (first + count)[..., None])
-    known = (
-        (ranges == sees).all() if mask.dtype == torch.bool else ((ranges == sees) & (sees | (mask <= _HIDDEN))).all()
-    )
+    known = (ranges == sees).all() if mask.dtype == torch.bool else ((ranges == sees) & (sees | (mask <= HIDDEN))).all()
     first = torch.where(idle, (first + count).cummax(1).values.clamp_max(len(key) - 1), first)
     end = first + count.clamp_min(1)
     rising = (first.diff(dim=1) >= 0).all() & (end.diff(dim=1) >= 0).all()
