@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -71,8 +70,7 @@ class Call(NamedTuple):
         if exporting() or transformed(x):  # which know no autograd function of ours
             return self.masked()
         tokens, order = kept_first(tokens.keep, tokens.document)
-        x = order.kept_first(x)  # before the zeros: inductor fails at the other order
-        return self._replace(x=torch.where(order.kept[..., None], x, 0), tokens=tokens, order=order)
+        return self._replace(x=order.kept_first(x), tokens=tokens, order=order)
 
     def in_order(self, o: Float[Tensor, "b t h d"]) -> Float[Tensor, "b t h d"]:
         """The mixed reads in the order of the layer's input; of masked tokens 0, where that is another one."""

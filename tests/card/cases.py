@@ -137,18 +137,20 @@ def test_a_train_step_of_a_fused_layer_replays_two_graphs(name):
 
 
 @full
-@pytest.mark.parametrize("prior, packed", [("softmax", True), *((prior, False) for prior in PRIORS)])
-def test_a_train_step_of_a_model_replays_two_graphs(prior, packed):
+@pytest.mark.parametrize(
+    "prior, marks", [("softmax", "segment_ids"), ("softmax", "attention_mask"), *product(PRIORS, [None])]
+)
+def test_a_train_step_of_a_model_replays_two_graphs(prior, marks):
     """The same, where gradients of several steps are added in tensors that stood before."""
     sizes = {"vocab_size": 64, "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "use_cache": False}
     model = FEMForCausalLM(FEMConfig(prior_type=prior, **sizes)).cuda()
     ids, call = torch.zeros(2, 256, dtype=torch.long, device="cuda"), torch.compile(model, mode="reduce-overhead")
-    marks = {"segment_ids": ids.add(torch.arange(256, device="cuda") // 100)} if packed else {}
+    given = {} if marks is None else {marks: (torch.arange(256, device="cuda") // 100).clamp_max(1).expand(2, -1)}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for _ in range(3):
         with torch.autocast("cuda", torch.bfloat16), card.record() as events:
-            call(ids, labels=ids, **marks).loss.backward()
+            call(ids, labels=ids, **given).loss.backward()
     assert events.count("graph launched") == 2, events.summary()
     assert not [event for event in events if event.startswith(("triton", "matmul"))], events.summary()
 
@@ -396,7 +398,7 @@ def test_a_model_generates(prior, form, cache):
 @full
 @torch.no_grad()
 @pytest.mark.parametrize("prior, marks, most", [
-    ("softmax", {}, 15), ("softmax", PADDING, 44), ("linear", {}, 18), ("linear", PADDING, 31), ("gla", {}, 20),
+    ("softmax", {}, 15), ("softmax", PADDING, 45), ("linear", {}, 18), ("linear", PADDING, 31), ("gla", {}, 20),
     ("gla", PADDING, 34),
 ])  # fmt: skip
 def test_a_prompt_waits_for_nothing(prior, marks, most):

@@ -22,12 +22,12 @@ class Order(NamedTuple):
     kept: Bool[Tensor, "b t"]
 
     def kept_first(self, x: Float[Tensor, "b t *d"]) -> Float[Tensor, "b t *d"]:
-        return _Reordered.apply(x, self.order, self.back)
+        """In the new order, with 0 for masked tokens."""
+        return _Reordered.apply(x, self.order, self.back, self.kept, self.keep)
 
     def as_before(self, y: Float[Tensor, "b t *d"]) -> Float[Tensor, "b t *d"]:
         """In the old order, with 0 for masked tokens."""
-        keep = self.keep.view(*self.keep.shape, *[1] * (y.ndim - 2))
-        return torch.where(keep, _Reordered.apply(y, self.back, self.order), 0)
+        return _Reordered.apply(y, self.back, self.order, self.keep, self.kept)
 
 
 @shared
@@ -41,13 +41,18 @@ def kept_first(keep: Bool[Tensor, "b t"], document: Int[Tensor, "b t"] | None) -
 
 
 class _Reordered(torch.autograd.Function):
-    """The tokens of each row in another order, y_t = x_{order_t}; its gradient is the way back, without a sum."""
+    """y_t = x_{order_t}, 0 where a token is not `shown`; its gradient is the way back, without a sum.
+
+    Both choose behind the order: inductor's loops over a reduction lose what is chosen before it (PyTorch 2.13).
+    """
 
     @staticmethod
-    def forward(ctx, x, order, back):
-        ctx.save_for_backward(back, order)
-        return x.gather(1, order.view(*order.shape, *[1] * (x.ndim - 2)).expand_as(x))
+    def forward(ctx, x, order, back, shown, shown_back):
+        ctx.save_for_backward(back, order, shown_back, shown)
+        columns = [1] * (x.ndim - 2)
+        y = x.gather(1, order.view(*order.shape, *columns).expand_as(x))
+        return torch.where(shown.view(*shown.shape, *columns), y, 0)
 
     @staticmethod
     def backward(ctx, grad):
-        return _Reordered.apply(grad, *ctx.saved_tensors), None, None
+        return _Reordered.apply(grad, *ctx.saved_tensors), *[None] * 4
