@@ -107,7 +107,7 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
     if call.memory is not None:
         o, k, v = prefill(options, *tensors)
         if order is not None:  # in a cache, too, masked tokens may stand behind the kept ones
-            tokens = replace(tokens, keep=order.kept)
+            tokens = replace(tokens, keep=~order.masked)
         beta = layer.temperature(call.x)
         v, free_values = layer.pair(v, beta)
         return o if order is None else order.as_before(o), append({}, k, v, beta, tokens, False, free_values)

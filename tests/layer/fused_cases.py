@@ -323,8 +323,7 @@ def test_one_graph_without_a_break(name, documents, spike, monkeypatch):
     with torch.inference_mode():
         torch.testing.assert_close(compiled(x, segment_ids=ids), wanted[0])
     for keeps in (True, False):  # nothing of others' kernels, which run again in the backward
-        for module in ("linear_attention", "softmax.fused"):
-            monkeypatch.setattr(f"fem.ops.{module}.mixed_read.keeps_graphs", lambda device, answer=keeps: answer)
+        monkeypatch.setattr("fem.ops.common.own_backward.keeps_graphs", lambda device, answer=keeps: answer)
         torch.testing.assert_close(trained(compiled, x, torch.ones_like(x), segment_ids=ids), wanted)
 
 

@@ -64,5 +64,5 @@ def test_a_compiled_train_step_makes_its_table_of_angles_once(as_users_run):
     backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
     assert all(map(torch.equal, torch.compile(layers, backend=backend)(q, k), layers(q, k)))
     targets = graphs[0]
-    assert targets.count("fem.rotary_table.default") == 1
+    assert sum(target.startswith("fem.rotary_table_") for target in targets) == 1
     assert not any("cos" in target or "sin" in target for target in targets)

@@ -14,7 +14,6 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import on
 from fem.ops.common.cells import by_prefixes
 from fem.ops.common.joined import by_tokens
 from fem.ops.common.launch import cdiv, launched
@@ -31,7 +30,8 @@ from fem.ops.common.merge_kernels import (
     through_mean,
     through_pieces,
 )
-from fem.ops.common.operator import again_differentiable, operator
+from fem.ops.common.operator import again_differentiable
+from fem.ops.common.own_backward import OwnBackward
 from fem.ops.common.precision import double
 from fem.ops.common.read import Terms
 
@@ -207,51 +207,44 @@ def channels_by_kernels(
     memory: Terms, x: Rows, a: Rows | None, v: Rows, f: Rows, beta: Float[Tensor, " c"]
 ) -> tuple[Terms, Terms]:
     """The read after every token, and the memory after the last, (B, 1, C), in float32."""
-    read = Terms(*_channel_read(x, a, v, f, beta, *memory))
+    read = Terms(*_CHANNEL_READ((x, a, v, f, beta, *memory)))
     return read, Terms(*(part[:, -1:] for part in read))
 
 
-_INPUTS = "Tensor x, Tensor? a, Tensor v, Tensor f, Tensor beta, Tensor log_weight, Tensor mean, Tensor free_energy"
+class _ChannelRead(OwnBackward):
+    name, count, settings = "channel_read", 3, ""
+    tensors = "Tensor x, Tensor? a, Tensor v, Tensor f, Tensor beta, Tensor log_weight, Tensor mean, Tensor free_energy"
 
-
-@operator(f"channel_read({_INPUTS}) -> Tensor[]", graphed=True)
-def _channel_read(*inputs):
-    x, a, v, f, *others = inputs
-    beta, *memory = (part.contiguous() for part in others)
-    out = [beta.new_empty(*x.shape[:2], part.shape[-1]) for part in (x, v, f)]
-    grid, pieces, given, sizes, flags = _launch(x, a, v, f)
-    ends = beta.new_empty(len(x), pieces, 5, x.shape[2])
-    with on(x.device):
+    def forward(self, differentiated, tensors):
+        x, a, v, f, *others = tensors
+        beta, *memory = (part.contiguous() for part in others)
+        out = self.empty_results(tensors)
+        grid, pieces, given, sizes, flags = _launch(x, a, v, f)
+        ends = beta.new_empty(len(x), pieces, 5, x.shape[2])
         for of_ends in (True, False)[pieces == 1 :]:
             channel_kernel[grid](*given, beta, *memory, ends, *out, *sizes, ENDS=of_ends, **flags)
-    return out
+        return out
 
+    def empty_results(self, tensors):
+        x, _, v, f, beta, *_ = tensors
+        return [beta.new_empty(*x.shape[:2], part.shape[-1]) for part in (x, v, f)]
 
-@_channel_read.register_fake
-def _(x, a, v, f, beta, *memory):
-    return [beta.new_empty(*x.shape[:2], part.shape[-1]) for part in (x, v, f)]
-
-
-@operator(f"channel_read_backward({_INPUTS}, Tensor[] out, Tensor?[] grads) -> Tensor[]", graphed=True)
-def _channel_backward(*inputs):
-    x, a, v, f, *others, out, grads = inputs
-    beta, *memory = (part.contiguous() for part in others)
-    grads = [torch.zeros_like(y) if d is None else d.contiguous() for d, y in zip(grads, out)]
-    grid, pieces, given, sizes, flags = _launch(x, a, v, f)
-    found = [part.new_empty(part.shape) for part in (x, x, v, f, beta.expand(len(x) * pieces, -1), *memory)]
-    ends = beta.new_empty(len(x), pieces, 7, x.shape[2])
-    with on(x.device):
+    def backward(self, grads, tensors, kept):
+        x, a, v, f, *others = tensors
+        beta, *memory = (part.contiguous() for part in others)
+        grads = [torch.zeros_like(y) if d is None else d.contiguous() for d, y in zip(grads, kept)]
+        grid, pieces, given, sizes, flags = _launch(x, a, v, f)
+        found = [part.new_empty(part.shape) for part in (x, x, v, f, beta.expand(len(x) * pieces, -1), *memory)]
+        ends = beta.new_empty(len(x), pieces, 7, x.shape[2])
         for of_ends in (True, False)[pieces == 1 :]:
             channel_backward_kernel[grid](
-                *given, beta, *memory, ends, *out, *grads, *found, *sizes, ENDS=of_ends, **flags
+                *given, beta, *memory, ends, *kept, *grads, *found, *sizes, ENDS=of_ends, **flags
             )  # fmt: skip
-    found[4] = found[4].sum(0)
-    return found
+        found[4] = found[4].sum(0)
+        return found if a is not None else [found[0], *found[2:]]
 
-
-@_channel_backward.register_fake
-def _(x, a, v, f, beta, *others):
-    return [part.new_empty(part.shape) for part in (x, x, v, f, beta, *others[:3])]
+    def again(self, grads, tensors):
+        return again_differentiable(_by_definition, tensors, grads)
 
 
 def _launch(
@@ -267,23 +260,10 @@ def _launch(
     return (blocks, batch * pieces), pieces, [x, a, v, f], sizes, flags
 
 
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grads):
-    saved = ctx.saved_tensors
-    inputs, out = saved[:8], saved[8:]
-    if torch.is_grad_enabled():
-        return tuple(again_differentiable(_by_definition, inputs, grads))
-    return tuple(None if x is None else d for x, d in zip(inputs, _channel_backward(*inputs, list(out), list(grads))))
-
-
 def _by_definition(x, a, v, f, beta, *memory):
     """In float64, whose digits second derivatives need."""
     x, a, v, f, beta, *memory = double(x, a, v, f, beta, *memory)
     return by_prefixes(Terms(*memory), x, a, v, f, beta)[0]
 
 
-_channel_read.register_autograd(_differentiate, setup_context=_save)
+_CHANNEL_READ = _ChannelRead()

@@ -13,21 +13,21 @@ from fem.ops.common.tokens import Tokens, whole_rows
 
 
 class Order(NamedTuple):
-    """Where each token of the new order stood, where each one of the old order stands now, and which are kept in the
+    """Where each token of the new order stood, where each one of the old order stands now, and which are masked in the
     old order and in the new one."""
 
     order: Int[Tensor, "b t"]
     back: Int[Tensor, "b t"]
-    keep: Bool[Tensor, "b t"]
-    kept: Bool[Tensor, "b t"]
+    masked_before: Bool[Tensor, "b t"]
+    masked: Bool[Tensor, "b t"]
 
     def kept_first(self, x: Float[Tensor, "b t *d"]) -> Float[Tensor, "b t *d"]:
         """In the new order, with 0 for masked tokens."""
-        return _Reordered.apply(x, self.order, self.back, self.kept, self.keep)
+        return _Reordered.apply(x, self.order, self.back, self.masked, self.masked_before)
 
     def as_before(self, y: Float[Tensor, "b t *d"]) -> Float[Tensor, "b t *d"]:
         """In the old order, with 0 for masked tokens."""
-        return _Reordered.apply(y, self.back, self.order, self.keep, self.kept)
+        return _Reordered.apply(y, self.back, self.order, self.masked_before, self.masked)
 
 
 @shared
@@ -37,21 +37,21 @@ def kept_first(keep: Bool[Tensor, "b t"], document: Int[Tensor, "b t"] | None) -
     back = torch.where(keep, count - 1, count[:, -1:] + place - count)
     order = torch.empty_like(back).scatter_(1, back, place)
     document = None if document is None else document.gather(1, order).cummax(1).values
-    return whole_rows(tuple(keep.shape), keep.device, None, document), Order(order, back, keep, place < count[:, -1:])
+    return whole_rows(tuple(keep.shape), keep.device, None, document), Order(order, back, ~keep, place >= count[:, -1:])
 
 
 class _Reordered(torch.autograd.Function):
-    """y_t = x_{order_t}, 0 where a token is not `shown`; its gradient is the way back, without a sum.
+    """y_t = x_{order_t}, 0 where a token is masked; its gradient is the way back, without a sum.
 
     Both choose behind the order: inductor's loops over a reduction lose what is chosen before it (PyTorch 2.13).
     """
 
     @staticmethod
-    def forward(ctx, x, order, back, shown, shown_back):
-        ctx.save_for_backward(back, order, shown_back, shown)
+    def forward(ctx, x, order, back, masked, masked_before):
+        ctx.save_for_backward(back, order, masked_before, masked)
         columns = [1] * (x.ndim - 2)
         y = x.gather(1, order.view(*order.shape, *columns).expand_as(x))
-        return torch.where(shown.view(*shown.shape, *columns), y, 0)
+        return y.masked_fill_(masked.view(*masked.shape, *columns), 0)
 
     @staticmethod
     def backward(ctx, grad):

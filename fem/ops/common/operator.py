@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -23,13 +24,15 @@ def operator(schema: str, graphed: bool = False) -> Callable[[Callable], torch.l
     """Declares a function that changes no argument as `fem::name`, of a schema like "name(Tensor x) -> Tensor".
 
     graphed: a CUDA graph of `mode="reduce-overhead"` may hold it. It reads no value on the host, and of its memory it
-    keeps its results alone.
+    keeps its results alone. A checksum of the schema ends the name: graphs that inductor has stored call operators by
+    their names, and another version's would be called with other arguments.
     """
     name, bracket, rest = schema.partition("(")
+    full = f"fem::{name}_{crc32(schema.encode()):08x}"
     tags = () if graphed else (torch.Tag.cudagraph_unsafe,)
 
     def declare(function: Callable) -> torch.library.CustomOpDef:
-        declared = torch.library.custom_op(f"fem::{name}", function, mutates_args=(), schema=bracket + rest, tags=tags)
+        declared = torch.library.custom_op(full, function, mutates_args=(), schema=bracket + rest, tags=tags)
         if not graphed:
             register = declared.register_fake
             declared.register_fake = lambda shapes: register(_refused_in_parts(name, shapes))

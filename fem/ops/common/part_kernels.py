@@ -15,8 +15,10 @@ ROWS, COLUMNS = 64, 16  # 8 numbers for each of 128 threads: narrow, so that a c
 
 
 @launched
-def sum_parts_kernel(parts, totals, counts, widths, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """total_j = sum_i parts_ij of COLUMNS columns of one of several tensors, in float32."""
+def sum_parts_kernel(parts, totals, counts, widths, rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """total_j = sum_i parts_ij of COLUMNS columns of one of several tensors, in float32.
+
+    rows: numbers from one part to the next."""
     row, block = tl.arange(0, ROWS)[:, None].to(tl.int64), tl.program_id(0)
     for n in tl.static_range(len(parts)):
         column = block * COLUMNS + tl.arange(0, COLUMNS)
@@ -24,7 +26,7 @@ def sum_parts_kernel(parts, totals, counts, widths, ROWS: tl.constexpr, COLUMNS:
             sums = tl.zeros((ROWS, COLUMNS), tl.float32)
             for first in range(0, counts[n], ROWS):
                 there = (first + row < counts[n]) & (column < widths[n])[None]
-                sums += tl.load(parts[n] + (first + row) * widths[n] + column[None], there, other=0.0)
+                sums += tl.load(parts[n] + (first + row) * rows[n] + column[None], there, other=0.0)
             tl.store(totals[n] + column, tl.sum(sums, 0), column < widths[n])
         block -= tl.cdiv(widths[n], COLUMNS)
 
@@ -34,7 +36,7 @@ def sum_all(pairs: Sequence[tuple[Float[Tensor, "n ..."], Float[Tensor, "..."]]]
     parts, totals = zip(*pairs)
     widths = tuple(total.numel() for total in totals)
     sum_parts_kernel[sum(cdiv(width, COLUMNS) for width in widths),](
-        parts, totals, tuple(map(len, parts)), widths, ROWS=ROWS, COLUMNS=COLUMNS
+        parts, totals, tuple(map(len, parts)), widths, tuple(x.stride(0) for x in parts), ROWS=ROWS, COLUMNS=COLUMNS
     )
 
 

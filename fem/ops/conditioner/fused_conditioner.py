@@ -1,4 +1,4 @@
-"""The conditioner's kernels as one operator of torch, and when they are taken."""
+"""The conditioner by its kernels, and when they are taken."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fem.ops.common.backend import found, multiplies_bfloat16, on, plain_map, plain_tensors, watched
-from fem.ops.common.operator import again_differentiable, operator
+from fem.ops.common.backend import found, multiplies_bfloat16, plain_map, plain_tensors, watched
+from fem.ops.common.operator import again_differentiable
+from fem.ops.common.own_backward import OwnBackward
 from fem.ops.common.precision import product_dtype
 from fem.ops.common.tokens import Tokens
 from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 
-_TENSORS = 10  # that the operator takes
 MOST_BYTES = 512  # of a token's channels, as they are multiplied: a program holds them at once
 NUMBERS = 2048  # of a tile in a program's registers, tokens times channels, where these leave it 16 tokens
 LEAST = 16  # tokens and channels of a tile: tensor cores multiply no fewer
@@ -61,8 +61,8 @@ def fused_condition(
     first = (None, None, 0.0) if type(norm_in) is nn.Identity else (norm_in.weight, norm_in.bias, norm_in.eps)
     dtype = product_dtype(x)
     weights = *first[:2], project.weight.to(dtype), project.bias, norm.weight, norm.bias
-    inputs = x, *weights, hidden, tokens.keep, tokens.start, first[2], norm.eps, dtype, *form
-    features, last, *_ = _operator(*inputs) if torch.compiler.is_compiling() else _Condition.apply(*inputs)
+    tensors = x, *weights, hidden, tokens.keep, tokens.start
+    features, last = _CONDITION(tensors, first[2], norm.eps, dtype, *form)
     return features, last
 
 
@@ -102,19 +102,30 @@ def product_sizes(inputs: int, width: int, dtype: torch.dtype, step: int, stages
     return {"inputs": inputs, "STEP": step, "STAGES": stages, "PRECISION": precision}
 
 
-def _forward(
-    x, in_weight, in_bias, map_weight, map_bias, weight, bias, hidden, keep, start, in_eps, eps, dtype, length, bends
-):
-    """[x, h], the last state; and what the backward needs, x^, [f, u, a] and the state at the start of every tile."""
-    from fem.ops.conditioner import conditioner_kernels as kernels
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
 
-    x, map_weight, map_bias, hidden, keep, start = _contiguous(x, map_weight, map_bias, hidden, keep, start)
-    inputs, sizes = x.shape[2], ChunkSizes(*x.shape[:2], len(weight))
-    features, last, normed, starts = _outputs(x, len(weight), dtype)
-    projected = normed.new_empty(*x.shape[:2], 3 * sizes.width)
-    summaries = last.new_empty(sizes.batch, sizes.chunks, 2, sizes.width)
-    row, form = features.shape[2], {"length": length, "bends": bends}
-    with on(x.device):
+
+class _Condition(OwnBackward):
+    """The results: [x, h], the last state; and what the backward needs, x^, [f, u, a] and the state at the start of
+    every tile."""
+
+    name, fixed, count, kept = "conditioner", ("keep", "start"), 2, 2
+    tensors = (
+        "Tensor x, Tensor? in_weight, Tensor? in_bias, Tensor map_weight, Tensor? map_bias, Tensor weight, "
+        "Tensor bias, Tensor? hidden, Tensor? keep, Tensor? start"
+    )
+    settings = "float in_eps, float eps, ScalarType dtype, float length, bool bends"
+
+    def forward(self, differentiated, tensors, in_eps, eps, dtype, length, bends):
+        from fem.ops.conditioner import conditioner_kernels as kernels
+
+        x, in_weight, in_bias, map_weight, map_bias, weight, bias, hidden, keep, start = tensors
+        x, map_weight, map_bias, hidden, keep, start = _contiguous(x, map_weight, map_bias, hidden, keep, start)
+        inputs, sizes = x.shape[2], ChunkSizes(*x.shape[:2], len(weight))
+        features, last, normed, projected, starts = self.empty_results((x, *tensors[1:]), in_eps, eps, dtype)
+        summaries = last.new_empty(sizes.batch, sizes.chunks, 2, sizes.width)
+        row, form = features.shape[2], {"length": length, "bends": bends}
         kernels.project_kernel[sizes.grid](
             x, in_weight, in_bias, map_weight, map_bias, weight, bias, keep, start, hidden, features, normed, projected,
             summaries, last, starts, *sizes.count, row, in_eps, eps, ALONE=sizes.chunks * sizes.tiles == 1, **form,
@@ -125,36 +136,29 @@ def _forward(
                 projected, weight, bias, keep, start, hidden, summaries, features[..., inputs:], last, starts,
                 *sizes.count, row, eps, **form, **sizes.ends, **sizes.shape,
             )  # fmt: skip
-    return features, last, normed, projected, starts
+        return [features, last, normed, projected, starts]
 
+    def empty_results(self, tensors, in_eps, eps, dtype, *form):
+        x, width = tensors[0], len(tensors[5])
+        batch, time, inputs = x.shape
+        state = lambda *shape: x.new_empty(shape, dtype=torch.float32)  # noqa: E731
+        made = lambda width: x.new_empty(batch, time, width, dtype=dtype)  # noqa: E731
+        starts = state(batch, -(-time // tile_rows(width)), width)
+        return [x.new_empty(batch, time, inputs + width), state(batch, width), made(inputs), made(3 * width), starts]
 
-def _outputs(x: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """New tensors for [x, h], the last state, x^ and the states at the start of tiles."""
-    batch, time, inputs = x.shape
-    state = lambda *shape: x.new_empty(shape, dtype=torch.float32)  # noqa: E731
-    starts = state(batch, -(-time // tile_rows(width)), width)
-    return x.new_empty(batch, time, inputs + width), state(batch, width), x.new_empty(x.shape, dtype=dtype), starts
+    def backward(self, grads, tensors, kept, in_eps, eps, dtype, length, bends):
+        from fem.ops.common.part_kernels import sum_all
+        from fem.ops.conditioner import conditioner_kernels as kernels
 
-
-def _backward(
-    grad, d_last, x, in_weight, map_weight, weight, bias, keep, start, normed, projected, starts, in_eps, eps, length,
-    bends,
-):  # fmt: skip
-    """Gradients of x, of the map's weight, of the state before the first token, and side by side of the small ones:
-    weight and bias, the map's bias, and the first norm's weight and bias."""
-    from fem.ops.common.part_kernels import sum_all
-    from fem.ops.conditioner import conditioner_kernels as kernels
-
-    grad, x, map_weight, keep, start, d_last = _contiguous(grad, x, map_weight, keep, start, d_last)
-    inputs, sizes = x.shape[2], ChunkSizes(*x.shape[:2], len(weight))
-    programs, row, width = sizes.grid[0], grad.shape[2], sizes.width
-    d_projected, d_x = torch.empty_like(projected), torch.empty_like(x)
-    d_state, d_hidden = starts.new_empty(*x.shape[:2], width), starts.new_empty(sizes.batch, width)
-    summaries, parts = starts.new_empty(programs, 2, width), starts.new_empty(programs, 5 * width)
-    norm_parts = None if in_weight is None else starts.new_empty(programs * sizes.tiles, 2 * inputs)
-    small = weight.new_empty(5 * width + (0 if in_weight is None else 2 * inputs))
-    sums = [(parts, small[: 5 * width])] + ([] if in_weight is None else [(norm_parts, small[5 * width :])])
-    with on(x.device):
+        x, in_weight, in_bias, map_weight, map_bias, weight, bias, hidden, keep, start = tensors
+        (normed, projected, starts), inputs, sizes = kept, x.shape[2], ChunkSizes(*x.shape[:2], len(weight))
+        grad = x.new_zeros(*x.shape[:2], inputs + len(weight)) if grads[0] is None else grads[0]
+        grad, x, map_weight, keep, start, d_last = _contiguous(grad, x, map_weight, keep, start, grads[1])
+        programs, row, width = sizes.grid[0], grad.shape[2], sizes.width
+        d_projected, d_x = torch.empty_like(projected), torch.empty_like(x)
+        d_state, d_hidden = starts.new_empty(*x.shape[:2], width), starts.new_empty(sizes.batch, width)
+        summaries, parts = starts.new_empty(programs, 2, width), starts.new_empty(programs, 5 * width)
+        norm_parts = None if in_weight is None else starts.new_empty(programs * sizes.tiles, 2 * inputs)
         kernels.condition_backward_kernel[sizes.grid](
             grad[..., inputs:], projected, weight, bias, keep, start, starts, d_state, d_projected, summaries, parts,
             *sizes.count, row, 5 * width, eps, length=length, bends=bends, **sizes.shape,
@@ -164,103 +168,30 @@ def _backward(
             map_weight, grad, d_x, norm_parts, *sizes.count, 5 * width, row, in_eps, **sizes.ends, **sizes.shape,
             **product_sizes(inputs, width, normed.dtype, *BACKWARD),
         )  # fmt: skip
-        sum_all(sums)
-    return d_x, d_projected.flatten(0, 1).T @ normed.flatten(0, 1), d_hidden, small
+        d_weight, d_bias, d_map_bias, d_in_weight, d_in_bias = small = [
+            None if y is None else torch.empty_like(y) for y in (weight, bias, map_bias, in_weight, in_bias)
+        ]
+        every = parts.split_with_sizes([width, width, 3 * width], 1)
+        every += () if norm_parts is None else norm_parts.chunk(2, 1)
+        sum_all([pair for pair in zip(every, small) if pair[1] is not None])
+        d_map = d_projected.flatten(0, 1).T @ normed.flatten(0, 1)
+        found = d_x, d_in_weight, d_in_bias, d_map, d_map_bias, d_weight, d_bias, None if hidden is None else d_hidden
+        return [d for d in found if d is not None]
 
-
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
-def _save(ctx, inputs, kept) -> None:
-    *ctx.eps, ctx.dtype, ctx.length, ctx.bends = inputs[_TENSORS:]
-    ctx.save_for_backward(*inputs[:_TENSORS], *kept)
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx, by_kernels, grad, d_last) -> tuple[Tensor | None, ...]:
-    """Of all inputs: first derivatives by the kernels, further ones by the plain form."""
-    saved = ctx.saved_tensors
-    x, in_weight, _, map_weight, map_bias, weight, bias, hidden, keep, start = saved[:_TENSORS]
-    form = ctx.length, ctx.bends
-    if torch.is_grad_enabled():
+    def again(self, grads, tensors, in_eps, eps, dtype, *form):
+        *inputs, keep, start = tensors
 
         def by_torch(x, in_weight, in_bias, map_weight, map_bias, weight, bias, hidden):
             norm = lambda y, w, b, eps: F.layer_norm(y.float(), w.shape, w.float(), b.float(), eps)  # noqa: E731
-            normed = x if in_weight is None else norm(x, in_weight, in_bias, ctx.eps[0])
-            normed, *maps = (None if y is None else y.to(ctx.dtype) for y in (normed, map_weight, map_bias))
+            normed = x if in_weight is None else norm(x, in_weight, in_bias, in_eps)
+            normed, *maps = (None if y is None else y.to(dtype) for y in (normed, map_weight, map_bias))
             h, last = plain_condition(
                 F.linear(normed, *maps), Tokens(keep, start, None, None), hidden,
-                lambda y: norm(y, weight, bias, ctx.eps[1]), ConvForm(*form), "plain",
+                lambda y: norm(y, weight, bias, eps), ConvForm(*form), "plain",
             )  # fmt: skip
             return torch.cat([x, h.to(x.dtype)], -1), last
 
-        return *again_differentiable(by_torch, saved[: _TENSORS - 2], (grad, d_last)), *[None] * 7
-    if grad is None:
-        grad = x.new_zeros(*x.shape[:2], x.shape[2] + len(weight))
-    d_x, d_map, d_hidden, small = by_kernels(
-        grad, d_last, x, in_weight, map_weight, weight, bias, keep, start, *saved[_TENSORS:], *ctx.eps, *form
-    )
-    width, inputs = len(weight), (small.shape[0] - 5 * len(weight)) // 2
-    d_weight, d_bias, d_map_bias, d_in_weight, d_in_bias = small.split_with_sizes(
-        [width, width, 3 * width, inputs, inputs]
-    )
-    if in_weight is None:
-        d_in_weight = d_in_bias = None
-    d_map_bias = None if map_bias is None else d_map_bias
-    d_hidden = None if hidden is None else d_hidden
-    return d_x, d_in_weight, d_in_bias, d_map, d_map_bias, d_weight, d_bias, d_hidden, *[None] * 7
+        return again_differentiable(by_torch, inputs, grads)
 
 
-class _Condition(torch.autograd.Function):
-    """[x, h] and the last state, in eager calls; a compiled graph has the operators below."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        features, last, *kept = _forward(*inputs)
-        _save(ctx, inputs, kept)
-        return features, last
-
-    @staticmethod
-    def backward(ctx, grad, d_last):
-        return _gradients(ctx, _backward, grad, d_last)
-
-
-# --- for torch.compile: the same as two operators, which it does not look into ---------------------------------------
-
-_INPUTS = (
-    "Tensor x, Tensor? in_weight, Tensor? in_bias, Tensor map_weight, Tensor? map_bias, Tensor weight, Tensor bias"
-)
-
-_operator = operator(
-    f"conditioner({_INPUTS}, Tensor? hidden, Tensor? keep, Tensor? start, float in_eps, float eps, ScalarType dtype, "
-    "float length, bool bends) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    graphed=True,
-)(_forward)
-
-
-@_operator.register_fake
-def _(x, in_weight, in_bias, map_weight, map_bias, weight, bias, hidden, keep, start, in_eps, eps, dtype, *form):
-    features, last, normed, starts = _outputs(x, len(weight), dtype)
-    return features, last, normed, normed.new_empty(*x.shape[:2], 3 * len(weight)), starts
-
-
-_operator_backward = operator(
-    "conditioner_backward(Tensor grad, Tensor? d_last, Tensor x, Tensor? in_weight, Tensor map_weight, Tensor weight, "
-    "Tensor bias, Tensor? keep, Tensor? start, Tensor normed, Tensor projected, Tensor starts, float in_eps, "
-    "float eps, float length, bool bends) -> (Tensor, Tensor, Tensor, Tensor)",
-    graphed=True,
-)(_backward)
-
-
-@_operator_backward.register_fake
-def _(grad, d_last, x, in_weight, map_weight, weight, bias, keep, start, normed, projected, starts, *options):
-    new = lambda *shape: starts.new_empty(shape)  # noqa: E731
-    small = weight.new_empty(5 * len(weight) + (0 if in_weight is None else 2 * x.shape[2]))
-    return x.new_empty(x.shape), projected.new_empty(map_weight.shape), new(x.shape[0], len(weight)), small
-
-
-_operator.register_autograd(
-    lambda ctx, grad, d_last, *_: _gradients(ctx, _operator_backward, grad, d_last),
-    setup_context=lambda ctx, inputs, output: _save(ctx, inputs, output[2:]),
-)
+_CONDITION = _Condition()

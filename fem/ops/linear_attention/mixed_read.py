@@ -10,16 +10,16 @@ host waits where there are documents, for their borders alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.backend import keeps_graphs, on
+from fem.ops.common.backend import on
 from fem.ops.common.joined import Biases, Weights, joined
-from fem.ops.common.operator import operator, refuse_second_derivatives
+from fem.ops.common.own_backward import OwnBackward
 from fem.ops.common.part_kernels import summed
 from fem.ops.common.read import Terms
 from fem.ops.common.token_kernels import launch_gate
@@ -61,10 +61,8 @@ def mixed_read(
     """
     ups = value_scale, inner_up, inner_bias, outer_up, outer_bias
     tensors = (x, *_joined(x, weights, biases, ups), theta, cos, sin, opens)
-    if torch.compiler.is_compiling():
-        read = _operator if opens is None else _packed_operator  # which waits for the documents' borders
-        return read(*tensors, list(map(int, options.form)), *options[1:])[0]
-    return _MixedRead.apply(*tensors, options)
+    read = _MIXED_READ if opens is None else _PACKED_READ
+    return read(tensors, *options)[0]
 
 
 def prefill(
@@ -76,7 +74,8 @@ def prefill(
     """
     *ups, theta, cos, sin, opens, keep = inputs
     tensors = (x, *_joined(x, weights, biases, ups), theta, cos, sin, opens)
-    (o, *_), memory = _read(tensors, *options, differentiated=False, stated=True, keep=keep)
+    with on(x.device):
+        (o, *_), memory = _read(tensors, *options, differentiated=False, stated=True, keep=keep)
     return o, memory
 
 
@@ -90,35 +89,45 @@ def _joined(x: Tensor, weights: Weights, biases: Biases, ups: Sequence[Tensor | 
     return [weight, bias, *others]
 
 
-_TENSORS, _LEARNT = 12, 9  # the last three are cos, sin and opens
+class _MixedRead(OwnBackward):
+    """The results: those of `_read`."""
+
+    name, graphed, fixed, kept = "linear_mixed_read", True, ("cos", "sin", "opens"), 1
+    tensors = (
+        "Tensor x, Tensor weight, Tensor? bias, Tensor? value_scale, Tensor? inner_up, Tensor? inner_bias, "
+        "Tensor? outer_up, Tensor? outer_bias, Tensor? theta, Tensor? cos, Tensor? sin, Tensor? opens"
+    )
+    settings = "int[] form, float eps, float beta_start"
+
+    def forward(self, differentiated, tensors, *options):
+        return _read(tensors, *options, differentiated)[0]
+
+    def empty_results(self, tensors, form, *numbers):
+        (x, weight), form = tensors[:2], Form(*form)
+        empty, heads = lambda: x.new_empty(0), lambda width: x.new_empty(*x.shape[:2], form.heads, width)
+        made = lambda *shape: x.new_empty(shape, dtype=torch.float32)  # noqa: E731
+        widths = (form.key, form.key, scan.Sizes.of(form.mean, form.free, form.key).width)
+        items = [heads(width).to(scan.multiplied(x, x if form.decays else None)) for width in widths]
+        rest = x.new_empty(*x.shape[:2], len(weight) - form.keys)
+        marks = x.new_empty(x.shape[0], form.heads, x.shape[1])
+        values, decays = heads(form.width) if form.context else empty(), scan.taken(form.decays, form.key, x.device)
+        decay = made(*x.shape[:2], form.heads, *[decays] * (decays > 1))
+        scheme, beta = made(x.shape[0], form.heads, 3 * form.free + 1), made(form.heads, form.free)
+        flags = [marks.new_empty(marks.shape[:2], dtype=torch.int32), marks.bool()]
+        kept = [rest, values, *items, decay if form.decays else empty(), scheme, beta, *flags]
+        return [heads(form.width), *kept, heads(form.mean), heads(form.free)]
+
+    def backward(self, grads, tensors, kept, *options):
+        return _through(grads[0], tensors, kept, *options)
 
 
-class _MixedRead(torch.autograd.Function):
-    """o, in eager calls; a compiled graph has the operators below."""
+class _PackedRead(_MixedRead):
+    """The host waits for the documents' borders, which no CUDA graph may hold."""
 
-    @staticmethod
-    def forward(ctx, *inputs):
-        *tensors, ctx.options = inputs
-        o, *kept = _mixed_forward(*tensors, *ctx.options, differentiated=any(ctx.needs_input_grad))
-        ctx.save_for_backward(*tensors, *kept)
-        return o
-
-    @staticmethod
-    def backward(ctx, grad):
-        return *_gradients(_mixed_backward, ctx, grad), None
+    name, graphed = "linear_packed_read", False
 
 
-def _gradients(backward: Callable[..., list[Tensor]], ctx, grad: Tensor) -> list[Tensor | None]:
-    """Those of all tensors, by one of the two backwards."""
-    refuse_second_derivatives()
-    saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
-    tensors, kept = saved[:_TENSORS], saved[_TENSORS:]
-    found = iter(backward(grad, tensors, kept, *ctx.options))
-    return [None if x is None else next(found) for x in tensors[:_LEARNT]] + [None] * (_TENSORS - _LEARNT)
-
-
-def _mixed_forward(*inputs, differentiated: bool) -> list[Tensor]:
-    return _read(inputs[:_TENSORS], *inputs[_TENSORS:], differentiated)[0]
+_MIXED_READ, _PACKED_READ = _MixedRead(), _PackedRead()
 
 
 def _read(
@@ -129,38 +138,37 @@ def _read(
     of the scan, scheme and beta, which tokens are in doubt, mean and F; empty is what is missing. And the memory after
     the last token, where `stated`."""
     (x, weight, bias, scale, *ups, theta, cos, sin, opens), form, memory = tensors, Form(*form), None
-    with on(x.device):
-        phi = _features(form, x, weight, bias, cos, sin, eps)
-        rest = F.linear(x, weight[form.keys :], None if bias is None else bias[form.keys :])
-        values, *gates, decay = form.parts(rest)
-        if form.context:
-            values = torch.addcmul(values, values, form.eta(x, scale))
-        if keep is not None:
-            hidden = ~keep.unsqueeze(2)
-            for y in phi:
-                y.masked_fill_(hidden.unsqueeze(3), 0)
-            if decay is not None:
-                decay.masked_fill_(hidden, NEVER)
-        v, f = form.pair(values)
-        sizes = scan.Sizes.of(form.mean, form.free, form.key)
-        beta = torch.empty(form.heads, form.free, dtype=torch.float32, device=x.device)
-        items, scheme, heaviest, raised = scan.packed(sizes, False, *phi, decay, v, f, beta, [None] * 3, theta, start)
-        sums, last = scan.with_graph(items, opens, differentiated, stated)
-        doubtful = torch.empty(*raised.shape, x.shape[1], dtype=torch.bool, device=x.device)
-        _, *read = scan.unpacked(sizes, sums, items[0], scheme, beta, raised, x.dtype, doubtful)
-        doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful)
-        read_doubtful(sizes, doubt, *read)
-        if stated:
-            cells = torch.empty(*raised.shape, form.key, dtype=torch.bool, device=x.device)
-            memory = scan.unpacked(sizes, last, heaviest, scheme, beta, raised, last.dtype, cells, cells=True)
-            read_doubtful_cells(sizes, doubt._replace(doubtful=cells), memory)
-        logits = logits_of(gates, ups) if form.rank else gates
-        o = launch_gate(*read, *logits, _split(form), eps, rows_apart=(_row(form, rest), None))
+    phi = _features(form, x, weight, bias, cos, sin, eps)
+    rest = F.linear(x, weight[form.keys :], None if bias is None else bias[form.keys :])
+    values, *gates, decay = form.parts(rest)
+    if form.context:
+        values = torch.addcmul(values, values, form.eta(x, scale))
+    if keep is not None:
+        hidden = ~keep.unsqueeze(2)
+        for y in phi:
+            y.masked_fill_(hidden.unsqueeze(3), 0)
+        if decay is not None:
+            decay.masked_fill_(hidden, NEVER)
+    v, f = form.pair(values)
+    sizes = scan.Sizes.of(form.mean, form.free, form.key)
+    beta = torch.empty(form.heads, form.free, dtype=torch.float32, device=x.device)
+    items, scheme, heaviest, raised = scan.packed(sizes, False, *phi, decay, v, f, beta, [None] * 3, theta, start)
+    sums, last = scan.with_graph(items, opens, differentiated, stated)
+    doubtful = torch.empty(*raised.shape, x.shape[1], dtype=torch.bool, device=x.device)
+    _, *read = scan.unpacked(sizes, sums, items[0], scheme, beta, raised, x.dtype, doubtful)
+    doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful)
+    read_doubtful(sizes, doubt, *read)
+    if stated:
+        cells = torch.empty(*raised.shape, form.key, dtype=torch.bool, device=x.device)
+        memory = scan.unpacked(sizes, last, heaviest, scheme, beta, raised, last.dtype, cells, cells=True)
+        read_doubtful_cells(sizes, doubt._replace(doubtful=cells), memory)
+    logits = logits_of(gates, ups) if form.rank else gates
+    o = launch_gate(*read, *logits, _split(form), eps, rows_apart=(_row(form, rest), None))
     kept = [rest, values if form.context else None, *items[:-1], scheme, beta, raised, doubtful, *read]
     return [o, *(x.new_empty(0) if y is None else y for y in kept)], memory
 
 
-def _mixed_backward(
+def _through(
     grad: Tensor, tensors: Sequence[Tensor | None], kept: Sequence[Tensor], form, eps: float, start: float
 ) -> list[Tensor]:
     """Gradients of the tensors that are learnt, of those that there are."""
@@ -177,32 +185,31 @@ def _mixed_backward(
     sizes = scan.Sizes.of(form.mean, form.free, form.key)
     tilts = beta.new_empty(2, rest.shape[0] * sizes.tiles(rest.shape[1]), *beta.shape)  # what tiles give theta's
     slope = theta is not None
-    with on(x.device):
-        items, (sums, _) = scan.graph_of(items, opens, last=False)
-        logits = logits_of(gates, ups) if form.rank else gates
-        d_logits = [None if y is None else torch.empty_like(y) for y in logits] if form.rank else d_gates
-        d_mean, d_free = (torch.empty_like(y) if y.shape[-1] else None for y in (mean, free))
-        found, apart = (d_mean, d_free, *d_logits), (_row(form, rest), _row(form, d_joint))
-        launch_gate(mean, free, *logits, _split(form), eps, grad.contiguous(), found, apart)
-        d_ups = _through_second_maps(gates, ups, d_logits, d_gates) if form.rank else []
-        d_read = None, d_mean, d_free
-        d_sums = scan.through_unpack(sizes, sums, items[0], scheme, beta, d_read, tilts[0], False, slope)
-        leaves = [y for y in items if y is not None]
-        d_phi_q, d_phi_k, d_items, *d_g = torch.autograd.grad(sums, leaves, d_sums, retain_graph=True)
-        (v, f), (d_v, d_f) = form.pair(values), form.pair(d_values)
-        d_f = None if form.shared else d_f
-        scan.launch_pack_backward(
-            sizes, d_items, d_g[0] if d_g else None, decay, f, beta, scheme, d_decay, d_v, d_f, tilts[1],
-            logits=form.decays > 0, slope=slope,
-        )  # fmt: skip
-        del sums, d_sums, d_items
-        doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful)
-        through = through_doubtful(sizes, doubt, (d_mean, d_free), d_phi_q, d_phi_k, d_v, d_f, tilts[0])
-        if form.decays:
-            through_doubtful_decays(sizes, doubt, through, decay, d_decay)
-        d_q, d_k = map(form.by_heads, d_keys.chunk(2, -1))
-        launch_features(d_phi_q, d_phi_k, *items[:2], d_q, d_k, cos, sin, eps, backward=True)
-        d_theta = [summed(tilts.flatten(0, 1), theta.dtype)] if slope else []
+    items, (sums, _) = scan.graph_of(items, opens, last=False)
+    logits = logits_of(gates, ups) if form.rank else gates
+    d_logits = [None if y is None else torch.empty_like(y) for y in logits] if form.rank else d_gates
+    d_mean, d_free = (torch.empty_like(y) if y.shape[-1] else None for y in (mean, free))
+    found, apart = (d_mean, d_free, *d_logits), (_row(form, rest), _row(form, d_joint))
+    launch_gate(mean, free, *logits, _split(form), eps, grad.contiguous(), found, apart)
+    d_ups = _through_second_maps(gates, ups, d_logits, d_gates) if form.rank else []
+    d_read = None, d_mean, d_free
+    d_sums = scan.through_unpack(sizes, sums, items[0], scheme, beta, d_read, tilts[0], False, slope)
+    leaves = [y for y in items if y is not None]
+    d_phi_q, d_phi_k, d_items, *d_g = torch.autograd.grad(sums, leaves, d_sums, retain_graph=True)
+    (v, f), (d_v, d_f) = form.pair(values), form.pair(d_values)
+    d_f = None if form.shared else d_f
+    scan.launch_pack_backward(
+        sizes, d_items, d_g[0] if d_g else None, decay, f, beta, scheme, d_decay, d_v, d_f, tilts[1],
+        logits=form.decays > 0, slope=slope,
+    )  # fmt: skip
+    del sums, d_sums, d_items
+    doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful)
+    through = through_doubtful(sizes, doubt, (d_mean, d_free), d_phi_q, d_phi_k, d_v, d_f, tilts[0])
+    if form.decays:
+        through_doubtful_decays(sizes, doubt, through, decay, d_decay)
+    d_q, d_k = map(form.by_heads, d_keys.chunk(2, -1))
+    launch_features(d_phi_q, d_phi_k, *items[:2], d_q, d_k, cos, sin, eps, backward=True)
+    d_theta = [summed(tilts.flatten(0, 1), theta.dtype)] if slope else []
     if form.context:
         torch.addcmul(d_values, d_values, form.eta(x, scale), out=to_values)
     del doubt, through, d_phi_q, d_phi_k, d_read, d_mean, d_free, found  # before dx is allocated
@@ -243,54 +250,3 @@ def _through_second_maps(gates, ups, d_logits, d_gates) -> list[Tensor]:
             torch.mm(d, up, out=d_z.flatten(0, 1))
             found += [d.T @ z.flatten(0, 1), *([] if bias is None else [d.sum(0)])]
     return found
-
-
-# --- for torch.compile: the same as operators, which it does not look into --------------------------------------------
-
-_INPUTS = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor? value_scale, Tensor? inner_up, Tensor? inner_bias, "
-    "Tensor? outer_up, Tensor? outer_bias, Tensor? theta, Tensor? cos, Tensor? sin, Tensor? opens"
-)
-_OPTIONS = "int[] form, float eps, float beta_start"
-
-
-def _compiled_forward(*inputs) -> list[Tensor]:
-    return _mixed_forward(*inputs, differentiated=keeps_graphs(inputs[0].device))
-
-
-def _shapes(x, weight, *inputs) -> list[Tensor]:
-    """The shapes of what `_mixed_forward` returns."""
-    form, empty = Form(*inputs[_TENSORS - 2]), lambda: x.new_empty(0)
-    heads = lambda width: x.new_empty(*x.shape[:2], form.heads, width)  # noqa: E731
-    made = lambda *shape: x.new_empty(shape, dtype=torch.float32)  # noqa: E731
-    widths = (form.key, form.key, scan.Sizes.of(form.mean, form.free, form.key).width)
-    items = [heads(width).to(scan.multiplied(x, x if form.decays else None)) for width in widths]
-    rest, marks = x.new_empty(*x.shape[:2], len(weight) - form.keys), x.new_empty(x.shape[0], form.heads, x.shape[1])
-    values, decays = heads(form.width) if form.context else empty(), scan.taken(form.decays, form.key, x.device)
-    decay = made(*x.shape[:2], form.heads, *[decays] * (decays > 1))
-    scheme, beta = made(x.shape[0], form.heads, 3 * form.free + 1), made(form.heads, form.free)
-    flags = [marks.new_empty(marks.shape[:2], dtype=torch.int32), marks.bool()]
-    kept = [rest, values, *items, decay if form.decays else empty(), scheme, beta, *flags]
-    return [heads(form.width), *kept, heads(form.mean), heads(form.free)]
-
-
-def _save(ctx, inputs, output):
-    ctx.options = inputs[_TENSORS:]
-    ctx.save_for_backward(*inputs[:_TENSORS], *output[1:])
-
-
-def _declared(name: str, graphed: bool) -> Callable[..., list[Tensor]]:
-    """The operator of that name, differentiable by one behind it."""
-    forward = operator(f"{name}({_INPUTS}, {_OPTIONS}) -> Tensor[]", graphed)(_compiled_forward)
-    backward = operator(
-        f"{name}_backward(Tensor grad, Tensor?[] tensors, Tensor[] kept, {_OPTIONS}) -> Tensor[]", graphed
-    )(_mixed_backward)
-    forward.register_fake(_shapes)
-    backward.register_fake(lambda grad, tensors, *_: [x.new_empty(x.shape) for x in tensors[:_LEARNT] if x is not None])
-    forward.register_autograd(
-        lambda ctx, grads: (*_gradients(backward, ctx, grads[0]), None, None, None), setup_context=_save
-    )
-    return forward
-
-
-_operator, _packed_operator = _declared("linear_mixed_read", True), _declared("linear_packed_read", False)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fem.ops.common.backend import differentiated, on
+from fem.ops.common.backend import differentiated
 from fem.ops.common.joined import by_tokens
 from fem.ops.common.launch import cdiv, launched, next_power_of_2
 from fem.ops.common.merge_kernels import (
@@ -43,7 +43,8 @@ from fem.ops.common.merge_kernels import (
     through_mean,
     through_pieces,
 )
-from fem.ops.common.operator import again_differentiable, operator
+from fem.ops.common.operator import again_differentiable
+from fem.ops.common.own_backward import OwnBackward
 from fem.ops.common.precision import double
 from fem.ops.common.read import Terms
 from fem.ops.common.scan import memory_before
@@ -299,25 +300,8 @@ def states_by_kernels(memory: Terms | None, x: SsmInputs) -> tuple[Terms, Terms]
     """What every token reads, (B, T, W), and the memory after the last, (B, N, W), in float32; None: of no token."""
     cells = [None] * 3 if memory is None else [part.mT.contiguous() for part in memory]
     inputs = *x._replace(a=x.a.T.contiguous()), *cells
-    out = _ssm_read(*inputs, CHUNK if differentiated(*inputs) else 0)
-    return Terms(*out[:3]), Terms(*(part.mT for part in out[3:6]))
-
-
-_INPUTS = ", ".join(f"Tensor{'?' * (name == 'opens')} {name}" for name in SsmInputs._fields)
-_INPUTS += "".join(f", Tensor? memory_{name}" for name in Terms._fields)
-_COUNT = len(SsmInputs._fields) + len(Terms._fields)
-
-
-def _results(inputs: Sequence[Tensor | None], chunk: int) -> list[Tensor]:
-    """What is read, the cells after the last token, and those before every chunk; v and f may have 16 bits."""
-    x = SsmInputs(*inputs[:-3])
-    parts, (batch, time), rank = (x.delta, x.v, x.f), x.delta.shape[:2], x.a.shape[1]
-    read = [x.delta.new_empty(part.shape) for part in parts]
-    after, borders = (
-        [x.delta.new_empty(batch, *count, part.shape[2], rank) for part in parts]
-        for count in ((), (cdiv(time, chunk) if chunk else 0,))
-    )
-    return [*read, *after, *borders]
+    out = _SSM_READ(inputs, CHUNK if differentiated(*inputs) else 0)
+    return Terms(*out[:3]), Terms(*(part.mT for part in out[3:]))
 
 
 def sizes_of(rank: int) -> dict[str, int]:
@@ -343,73 +327,64 @@ def _given(inputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], dict[s
     return [*SsmInputs(*others[:-3])._replace(v=v, f=f), *others[-3:]], {"v_row": v_row, "f_row": f_row}
 
 
-@operator(f"ssm_read({_INPUTS}, int chunk) -> Tensor[]", graphed=True)
-def _ssm_read(*arguments):
-    """chunk: of how many tokens; 0: no cells are kept. A graph has it, which may be stored and outlive this version."""
-    *inputs, chunk = arguments
-    x, out = SsmInputs(*inputs[:-3]), _results(inputs, chunk)
-    ((blocks, batch), sizes), (given, rows) = _launch(x), _given(inputs)
-    most = WARPS // (batch * blocks * sizes["num_warps"])
-    pieces, length = pieces_of(x.delta.shape[1], most, chunk or CHUNK, chunk or CHUNK)
-    ends = x.delta.new_empty(batch, pieces, 5, *x.a.shape)
-    with on(x.delta.device):
+class _SsmRead(OwnBackward):
+    """The results: what is read, the cells after the last token, and those before every chunk.
+
+    chunk: of how many tokens; 0: no cells are kept. A graph has it, which may be stored and outlive this version.
+    """
+
+    name, fixed, count, settings = "ssm_read", ("opens",), 6, "int chunk"
+    tensors = ", ".join(
+        [f"Tensor{'?' * (name == 'opens')} {name}" for name in SsmInputs._fields]
+        + [f"Tensor? memory_{name}" for name in Terms._fields]
+    )
+
+    def forward(self, differentiated, tensors, chunk):
+        x, out = SsmInputs(*tensors[:-3]), self.empty_results(tensors, chunk)
+        ((blocks, batch), sizes), (given, rows) = _launch(x), _given(tensors)
+        most = WARPS // (batch * blocks * sizes["num_warps"])
+        pieces, length = pieces_of(x.delta.shape[1], most, chunk or CHUNK, chunk or CHUNK)
+        ends = x.delta.new_empty(batch, pieces, 5, *x.a.shape)
         for of_ends in (True, False)[pieces == 1 :]:
             ssm_kernel[blocks, batch * pieces](
                 *given, *out, ends, **sizes, **rows, pieces=pieces, length=length, CHUNK=chunk or CHUNK, KEPT=chunk > 0,
                 ENDS=of_ends,
             )  # fmt: skip
-    return out
+        return out
 
+    def empty_results(self, tensors, chunk):
+        x = SsmInputs(*tensors[:-3])
+        parts, (batch, time), rank = (x.delta, x.v, x.f), x.delta.shape[:2], x.a.shape[1]
+        read = [x.delta.new_empty(part.shape) for part in parts]  # v and f may have 16 bits
+        after, borders = (
+            [x.delta.new_empty(batch, *count, part.shape[2], rank) for part in parts]
+            for count in ((), (cdiv(time, chunk) if chunk else 0,))
+        )
+        return [*read, *after, *borders]
 
-@_ssm_read.register_fake
-def _(*arguments):
-    return _results(arguments[:-1], arguments[-1])
-
-
-@operator(f"ssm_read_backward({_INPUTS}, int chunk, Tensor[] out, Tensor?[] grads) -> Tensor[]", graphed=True)
-def _ssm_backward(*arguments):
-    """Gradients of all inputs but the marks of documents."""
-    *inputs, chunk, out, grads = arguments
-    x, memory, read, kept = SsmInputs(*inputs[:-3]), inputs[-3:], out[:3], out[6:]
-    stated = any(d is not None for d in grads[3:])
-    used = False, True, True, stated, stated, stated  # by the kernel, whether there is a gradient or not
-    grads = [torch.zeros_like(y) if d is None and use else d for d, y, use in zip(grads, out, used)]
-    (grid, sizes), (batch, time), new = _launch(x), x.delta.shape[:2], x.delta.new_empty
-    old = [new(batch, chunk, *part.shape[2:]) for part in kept]
-    parts = [new(grid[0], *part.shape) for part in (x.log_b, x.log_c)]
-    shared = [new(batch, *part.shape) for part in (x.a, x.skip, x.beta)]
-    given, rows = _given(inputs)
-    delta, log_delta, v, f = (
-        torch.empty_like(part, memory_format=torch.contiguous_format) for part in (x.delta, x.log_delta, x.v, x.f)
-    )
-    before = [None if part is None else new(part.shape) for part in memory]
-    with on(x.delta.device):
+    def backward(self, grads, tensors, kept, chunk):
+        x, memory, read, borders = SsmInputs(*tensors[:-3]), tensors[-3:], kept[:3], kept[6:]
+        stated = any(d is not None for d in grads[3:])
+        used = False, True, True, stated, stated, stated  # by the kernel, whether there is a gradient or not
+        grads = [torch.zeros_like(y) if d is None and use else d for d, y, use in zip(grads, kept, used)]
+        (grid, sizes), (batch, time), new = _launch(x), x.delta.shape[:2], x.delta.new_empty
+        old = [new(batch, chunk, *part.shape[2:]) for part in borders]
+        parts = [new(grid[0], *part.shape) for part in (x.log_b, x.log_c)]
+        shared = [new(batch, *part.shape) for part in (x.a, x.skip, x.beta)]
+        given, rows = _given(tensors)
+        delta, log_delta, v, f = (
+            torch.empty_like(part, memory_format=torch.contiguous_format) for part in (x.delta, x.log_delta, x.v, x.f)
+        )
+        before = [None if part is None else new(part.shape) for part in memory]
         ssm_backward_kernel[grid](
-            *given[:10], *read, *kept, *old, *(d if d is None else d.contiguous() for d in grads), delta,
+            *given[:10], *read, *borders, *old, *(d if d is None else d.contiguous() for d in grads), delta,
             log_delta, *parts, v, f, *shared, *before, TOKENS=batch * time, **sizes, **rows, CHUNK=chunk,
         )  # fmt: skip
-    found = delta, log_delta, *(part.sum(0) for part in parts), v, f, *(part.sum(0) for part in shared)
-    return [*found, *(part for part in before if part is not None)]
+        found = delta, log_delta, *(part.sum(0) for part in parts), v, f, *(part.sum(0) for part in shared)
+        return [*found, *(part for part in before if part is not None)]
 
-
-@_ssm_backward.register_fake
-def _(*arguments):
-    return [x.new_empty(x.shape) for n, x in enumerate(arguments[:_COUNT]) if n != 4 and x is not None]
-
-
-def _save(ctx, inputs, output):
-    *tensors, ctx.chunk = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grads):
-    saved = ctx.saved_tensors
-    inputs, out = saved[:_COUNT], saved[_COUNT:]
-    if torch.is_grad_enabled():
-        return *again_differentiable(_by_definition, inputs, grads[:6]), None
-    found = iter(_ssm_backward(*inputs, ctx.chunk, list(out), list(grads[:6])))
-    return *(None if n == 4 or x is None else next(found) for n, x in enumerate(inputs)), None
+    def again(self, grads, tensors, chunk):
+        return again_differentiable(_by_definition, tensors, grads)
 
 
 def _by_definition(*inputs):
@@ -424,4 +399,4 @@ def _by_definition(*inputs):
     return [*read, *(part.mT for part in after)]
 
 
-_ssm_read.register_autograd(_differentiate, setup_context=_save)
+_SSM_READ = _SsmRead()

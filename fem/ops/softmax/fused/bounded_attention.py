@@ -14,6 +14,9 @@ from fem.ops.softmax.card_attention import attend_on_card, block_lists
 from fem.ops.softmax.fused.fused_attention import together
 from fem.ops.softmax.support import HIDDEN, Support
 
+SEEN = tuple(f"seen_{n}" for n in range(10))  # what `with_lists` returns, as arguments of an operator
+ALL_KEYS = (None,) * len(SEEN)
+
 
 def with_lists(first: Int[Tensor, "#b t"], end: Int[Tensor, "#b t"]) -> list[Tensor]:
     """`seen`: the first key that a token sees, the first one behind, and the lists of their blocks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxtyping import Float
@@ -88,6 +89,14 @@ class Options(NamedTuple):
     scale: float
     eps: float
     beta_start: float  # beta = softplus(theta + beta_start)
+
+    @classmethod
+    def of(cls, form: Sequence[int], *numbers: float) -> Options:
+        """Those of an operator's settings."""
+        return cls(Form(*form), *numbers)
+
+
+SETTINGS = "int[] form, float scale, float eps, float beta_start"
 
 
 class Sizes(NamedTuple):

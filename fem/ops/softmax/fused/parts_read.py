@@ -101,11 +101,11 @@ def _free_values(form: Form, v: Tensor, both: Tensor, apart: Tensor | None) -> F
 
 
 class Totals(NamedTuple):
-    """Where sums over tokens are written, the gradients of biases and of theta; None: nowhere."""
+    """Where sums over tokens are written, the gradients of biases and of theta: side by side to several tensors."""
 
-    keys: Float[Tensor, " c"] | None  # of q and k
-    values: Float[Tensor, " c"] | None
-    gates: Float[Tensor, "*g c"] | None
+    keys: Sequence[Float[Tensor, " c"]]  # of q and k
+    values: Sequence[Float[Tensor, " c"]]
+    gates: Sequence[Float[Tensor, " c"]]
     theta: Float[Tensor, "hkv df"] | None
 
 
@@ -118,9 +118,9 @@ def through_parts(
     d_parts: Sequence[Tensor | None],
     totals: Totals,
     beside: Beside,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor | None]:
     """Write the gradients of the parts to d_parts, and the totals. Return those of the rotated q and k, of the second
-    maps of slim gates, one behind the other, and of W_v h. Of the parts, q and k are rotated; d_parts may lack them.
+    maps of slim gates that there are, and of W_v h. Of the parts, q and k are rotated; d_parts may lack them.
     """
     (form, scale, eps, _), (h, value_scale, ups, cos, sin, seen) = options, beside
     q, k, v, *gates = parts
@@ -134,14 +134,16 @@ def through_parts(
     doubtful = Doubt.of(q, beta, form, sizes) if form.free else None
     sums = []  # what tiles give small gradients, and these
 
-    def parts_of(total: Tensor | None, count: int) -> Float[Tensor, "n c"] | None:
+    def parts_of(totals: Sequence[Tensor], count: int) -> Float[Tensor, "n c"] | None:
         """For as many tiles as there are; None where nothing is summed."""
-        if total is None or not total.numel():
+        widths = list(map(len, totals))
+        if not sum(widths):
             return None
-        sums.append((lse.new_empty(count, total.numel()), total))
-        return sums[-1][0]
+        parts = lse.new_empty(count, sum(widths))
+        sums.extend(zip(parts.split_with_sizes(widths, 1), totals))
+        return parts
 
-    d_out, d_ups = grad.contiguous(), None
+    d_out, d_ups = grad.contiguous(), []
     if form.mixes:
         gate_parts = parts_of(totals.gates, math.prod(sizes.reads[1:]))
         d_out, d_ups = _through_gates(
@@ -200,18 +202,17 @@ def _through_gates(
         grad, out, *inputs, *ups, scheme, beta, exact, flags, d_out, *outputs, parts, d_free, query_parts,
         q.shape[1], eps, *map(row_stride, (*inputs, *outputs)), **sizes.mix, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
-    return d_out, _through_second_maps(gates, ups[::2], slim, d_gates) if form.rank else None
+    return d_out, _through_second_maps(gates, ups[::2], slim, d_gates) if form.rank else []
 
 
-def _through_second_maps(gates, ups, d_logits, d_gates) -> Float[Tensor, "g w r"]:
+def _through_second_maps(gates, ups, d_logits, d_gates) -> list[Float[Tensor, "w r"]]:
     """Write the gradients of what the first maps of slim gates gave; return those of the second maps."""
-    ups, maps = [up for up in ups if up is not None], [pair for pair in zip(gates, d_gates) if pair[0] is not None]
-    d_ups = d_logits.new_empty(len(ups), *ups[0].shape)
-    for d, up, d_up, (z, d_z) in zip(d_logits, ups, d_ups, maps, strict=True):
+    found, maps = [], [pair for pair in zip(gates, d_gates) if pair[0] is not None]
+    for d, up, (z, d_z) in zip(d_logits, [up for up in ups if up is not None], maps, strict=True):
         d = d.view(-1, len(up))
         torch.mm(d, up, out=d_z.flatten(0, 2))
-        torch.mm(d.T, z.flatten(0, 2), out=d_up)
-    return d_ups
+        found.append(d.T @ z.flatten(0, 2))
+    return found
 
 
 def _rotate(q, k, q_out, k_out, cos: Tensor | None, sin: Tensor | None, parts: Tensor | None, sign: int, sizes: Sizes):
