@@ -21,6 +21,7 @@ from fem.provenance import read_json
 from fem.train.recipe import TrainRecipe
 
 SHARED = ("hidden_size", "num_hidden_layers")  # sizes that a model type takes from the recipe's preset
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")  # of another vocabulary; the Trainer sets the tokenizer's
 LEFT_OUT = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
 
 
@@ -109,7 +110,7 @@ def _of_another_library(recipe: TrainRecipe, given: dict, vocabulary: int) -> Pr
     sizes = SIZES[recipe.preset.rpartition("-")[2]]
     fields: dict[str, Any] = {field: sizes[field] for field in SHARED if field in known and not path.is_file()}
     fields |= {field: value for field, value in stored.items() if field not in LEFT_OUT}
-    rows = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context}
+    rows = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context} | dict.fromkeys(SPECIAL)
     fields |= {field: value for field, value in rows.items() if field in known}
     own = lambda named: {library.attribute_map.get(field, field): value for field, value in named.items()}  # noqa: E731
     return _built(f"the configuration of {model_type!r}", lambda: library.from_dict(own(fields) | own(given)))

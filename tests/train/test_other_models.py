@@ -116,3 +116,11 @@ def test_a_file_without_a_model_type_is_refused(data, tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"^architecture must be a config.json with a model_type, got "):
         train.model_config(tiny(data, architecture=str(tmp_path)), 300)
+
+
+def test_special_tokens_are_those_of_the_rows_tokenizer(data, tmp_path):
+    train.run(other(data, "llama", max_steps=1, warmup_steps=0), tmp_path)  # a Llama's own end is 2, here a letter
+    trained, tokenizer = load_language_model(newest(tmp_path))
+    assert trained.generation_config.eos_token_id in (tokenizer.eos_token_id, [tokenizer.eos_token_id])
+    assert trained.config.bos_token_id is None
+    assert train.model_config(tiny(data, architecture="phi3", model="{}"), 300).pad_token_id is None  # 32000 in phi3
