@@ -69,7 +69,7 @@ def check_causal(architecture: str, model: PreTrainedModel, ids: Tensor) -> None
     rows = ids[:8].repeat(2, 1).to(model.device)
     rows[1, -1] = (rows[0, -1] + 1) % model.config.vocab_size
     with torch.no_grad():
-        one, other = model.eval()(input_ids=rows).logits[:, :-1]
+        one, other = _built(f"the model {architecture!r}", lambda: model.eval()(input_ids=rows).logits[:, :-1])
     if (one - other).abs().max() > 1e-3 * one.abs().max():
         raise ValueError(
             f"architecture must be a causal language model, got {architecture!r}, whose tokens see later ones; some "
@@ -128,5 +128,5 @@ def _built(what: str, build):
         return build()
     except Exception as error:
         said = " ".join(str(error).split())
-        told = f"{what} cannot be built, its library needs other --model-fields: {type(error).__name__}: {said}"
+        told = f"{what} cannot be built or run, its library needs other --model-fields: {type(error).__name__}: {said}"
         raise ValueError(told) from error
