@@ -179,7 +179,7 @@ class FreeEnergyMixerConfig:
                 wanted = f"one number for each of the {self.key_width / 2:g} planes of a head"
                 raise ValueError(f"rope_frequencies needs {wanted}, got {len(self.rope_frequencies)} numbers.")
         priors = known_priors()
-        pairs = "a prior that reads every channel on its own; this one reads all channels of a head together,"
+        pairs = "a prior that reads every channel on its own; this one reads all channels of a head together"
         keeps = self.use_lse and not self.use_temperature and self.free_share is None
         needs = [
             ("conv_bidirectional", not self.causal, "causal=False, as it lets the future in"),

@@ -89,7 +89,7 @@ def load_language_model(folder: str | Path):
     model and tokenizer do not belong together.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
     import fem.models  # noqa: F401  (the Auto classes)
     from fem.train.model import know
@@ -110,7 +110,10 @@ def load_language_model(folder: str | Path):
     if not saved:  # some classes of tokenizers can be made of no file, and are empty
         raise ValueError(f"{str(path)!r} holds no tokenizer beside the model; save one there.")
     with readable(f"the tokenizer in {str(path)!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        named = (read_json(path / "tokenizer_config.json") or {}).get("tokenizer_class")
+        # AutoTokenizer makes a Qwen2Tokenizer of any beside a qwen2
+        opener = PreTrainedTokenizerFast if named == "TokenizersBackend" else AutoTokenizer
+        tokenizer = opener.from_pretrained(path, trust_remote_code=False)
     if (size := entries(tokenizer)) > model.config.vocab_size:
         raise ValueError(
             f"tokenizer and model do not belong together: token ids up to {size - 1}, but vocab_size = "

@@ -21,6 +21,7 @@ from fem.provenance import read_json
 from fem.train.recipe import TrainRecipe
 
 SHARED = ("hidden_size", "num_hidden_layers")  # sizes that a model type takes from the recipe's preset
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")  # of another vocabulary; the Trainer sets the tokenizer's
 LEFT_OUT = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
 
 
@@ -68,7 +69,7 @@ def check_causal(architecture: str, model: PreTrainedModel, ids: Tensor) -> None
     rows = ids[:8].repeat(2, 1).to(model.device)
     rows[1, -1] = (rows[0, -1] + 1) % model.config.vocab_size
     with torch.no_grad():
-        one, other = model.eval()(input_ids=rows).logits[:, :-1]
+        one, other = _built(f"the model {architecture!r}", lambda: model.eval()(input_ids=rows).logits[:, :-1])
     if (one - other).abs().max() > 1e-3 * one.abs().max():
         raise ValueError(
             f"architecture must be a causal language model, got {architecture!r}, whose tokens see later ones; some "
@@ -109,7 +110,7 @@ def _of_another_library(recipe: TrainRecipe, given: dict, vocabulary: int) -> Pr
     sizes = SIZES[recipe.preset.rpartition("-")[2]]
     fields: dict[str, Any] = {field: sizes[field] for field in SHARED if field in known and not path.is_file()}
     fields |= {field: value for field, value in stored.items() if field not in LEFT_OUT}
-    rows = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context}
+    rows = {"vocab_size": vocabulary, "max_position_embeddings": recipe.context} | dict.fromkeys(SPECIAL)
     fields |= {field: value for field, value in rows.items() if field in known}
     own = lambda named: {library.attribute_map.get(field, field): value for field, value in named.items()}  # noqa: E731
     return _built(f"the configuration of {model_type!r}", lambda: library.from_dict(own(fields) | own(given)))
@@ -127,5 +128,5 @@ def _built(what: str, build):
         return build()
     except Exception as error:
         said = " ".join(str(error).split())
-        told = f"{what} cannot be built, its library needs other --model-fields: {type(error).__name__}: {said}"
+        told = f"{what} cannot be built or run, its library needs other --model-fields: {type(error).__name__}: {said}"
         raise ValueError(told) from error

@@ -150,11 +150,12 @@ def test_no_cache_is_built_unless_it_can_be_of_use(softmax_model):
     assert softmax_model.train()(ids).past_key_values is None
 
 
-def test_an_engine_generates_by_prompt_lookup():
+@pytest.mark.parametrize("draft", [{"prompt_lookup_num_tokens": 2}, {"assistant_early_exit": 1}])
+def test_an_engine_generates_by_drafts(draft):
     model = small_model(mixer={"use_conv": False})
     expected = generate(model, tokens(1, 6))
     model.set_attn_implementation("sdpa")
-    assert torch.equal(generate(model, tokens(1, 6), prompt_lookup_num_tokens=2), expected)
+    assert torch.equal(generate(model, tokens(1, 6), **draft), expected)
 
 
 @pytest.mark.parametrize("prior", SCANS)

@@ -94,7 +94,7 @@ def test_a_new_model_of_another_library_depends_on_the_seed_alone(data):
         ("lama", {}, "^architecture must be a config.json, .* or a model type that .* got 'lama'; did you mean"),
         ("vit", {}, "^architecture must be a causal language model, got 'vit', which has none in its library"),
         ("llama", {"hiden_size": 3}, "^model_fields must be .* of LlamaConfig, got 'hiden_size'; did you mean hidden"),
-        ("gpt2", {"n_embd": 30, "n_head": 4}, "^the model 'gpt2' cannot be built, .* --model-fields: .*divisible"),
+        ("gpt2", {"n_embd": 30, "n_head": 4}, "^the model 'gpt2' cannot be .* --model-fields: .*divisible"),
     ],
 )
 def test_what_no_library_can_build_is_refused_in_a_sentence(data, tmp_path, architecture, fields, sentence):
@@ -116,3 +116,25 @@ def test_a_file_without_a_model_type_is_refused(data, tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"^architecture must be a config.json with a model_type, got "):
         train.model_config(tiny(data, architecture=str(tmp_path)), 300)
+
+
+def test_special_tokens_are_those_of_the_rows_tokenizer(data, tmp_path):
+    train.run(other(data, "llama", max_steps=1, warmup_steps=0), tmp_path)  # a Llama's own end is 2, here a letter
+    trained, tokenizer = load_language_model(newest(tmp_path))
+    assert trained.generation_config.eos_token_id in (tokenizer.eos_token_id, [tokenizer.eos_token_id])
+    assert trained.config.bos_token_id is None
+    assert train.model_config(tiny(data, architecture="phi3", model="{}"), 300).pad_token_id is None  # 32000 in phi3
+
+
+def test_a_model_whose_type_has_a_tokenizer_of_its_own_keeps_that_of_its_rows(data, tmp_path):
+    """transformers opens any tokenizer beside a qwen2 as Qwen2Tokenizer, with other pieces and an entry more."""
+    recipe = tiny(data, architecture="qwen2", model=json.dumps(LLAMA), max_steps=1, warmup_steps=0)
+    train.run(recipe, tmp_path)
+    _, tokenizer = load_language_model(newest(tmp_path))
+    assert tokenizer.backend_tokenizer.to_str() == train.load_tokenizer(recipe, tmp_path).backend_tokenizer.to_str()
+
+
+def test_a_model_that_cannot_run_says_so_in_a_sentence(data, tmp_path):
+    roberta = SIZES | {"num_attention_heads": 2, "intermediate_size": 48, "is_decoder": True}  # asks for a pad_token_id
+    with pytest.raises(ValueError, match=r"^the model 'roberta' cannot be built or run, .* --model-fields: TypeError"):
+        train.run(tiny(data, architecture="roberta", model=json.dumps(roberta)), tmp_path)
