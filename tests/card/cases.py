@@ -239,6 +239,15 @@ def test_a_softmax_read_is_compiled_for_any_sizes(rules):
 
 
 @full
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_short_rows_under_a_window_are_compiled(key_heads):
+    """FlexAttention has a kernel for few queries, which inductor can choose and then not build."""
+    read = torch.compile(lambda *inputs: softmax_read(*inputs, window=5).mean.sum(), fullgraph=True)
+    heads = [torch.randn(2, 77, n, 64, device="cuda", requires_grad=True).bfloat16() for n in (4, key_heads, key_heads)]
+    read(*heads, torch.ones(key_heads, 64, device="cuda")).backward()
+
+
+@full
 @pytest.mark.parametrize("fields", [{"conv_hidden": 300}, {"causal": False, "conv_bidirectional": True}])
 def test_padded_rows_of_an_unfused_conditioner_are_compiled(fields):
     layer = build(256, 4, use_conv=True, **fields)

@@ -92,19 +92,19 @@ def _kernels(columns: int) -> contextlib.AbstractContextManager:
 
 def _flex(q, k, values, score: Callable | None, blocks, **options) -> tuple:
     """FlexAttention; on a GPU compiled once for each kind of call, and an error where that fails, never the form of
-    T x T scores. Its kernel for few queries knows neither gradients nor other lengths."""
+    T x T scores. Its kernel for few queries knows neither gradients nor other lengths, nor all blocks of keys."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    kernel = {} if score is None else _BIASED
+    kernel = {"FORCE_USE_FLEX_ATTENTION": True} if q.is_cuda else {}
+    kernel |= {} if score is None else _BIASED
     options["return_aux"] = AuxRequest(lse=True)
     if q.is_cuda and q.shape[-1] > WIDEST:
         room = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-        kernel = kernel | ({} if q.shape[-1] == _MOST else _WIDE) | (_SMALL_BLOCKS if room < _ROOM else {})
+        kernel |= ({} if q.shape[-1] == _MOST else _WIDE) | (_SMALL_BLOCKS if room < _ROOM else {})
     if not q.is_cuda or torch.compiler.is_compiling():
         out, aux = flex_attention(q, k, values, score, blocks, **options, kernel_options=kernel)
         return out, aux.lse
     compiled = _compiled(flex_attention, dynamic=True, fullgraph=True)
-    kernel = kernel | {"FORCE_USE_FLEX_ATTENTION": True}
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
         out, aux = compiled(q, k, values, score, blocks, **options, kernel_options=kernel)
     return out, aux.lse
