@@ -94,7 +94,11 @@ def test_a_new_model_of_another_library_depends_on_the_seed_alone(data):
         ("lama", {}, "^architecture must be a config.json, .* or a model type that .* got 'lama'; did you mean"),
         ("vit", {}, "^architecture must be a causal language model, got 'vit', which has none in its library"),
         ("llama", {"hiden_size": 3}, "^model_fields must be .* of LlamaConfig, got 'hiden_size'; did you mean hidden"),
-        ("gpt2", {"n_embd": 30, "n_head": 4}, "^the model 'gpt2' cannot be .* --model-fields: .*divisible"),
+        (
+            "gpt2",
+            {"n_embd": 30, "n_head": 4},
+            "^the model 'gpt2' cannot be built or run, .* --model-fields: .*divisible",
+        ),
     ],
 )
 def test_what_no_library_can_build_is_refused_in_a_sentence(data, tmp_path, architecture, fields, sentence):

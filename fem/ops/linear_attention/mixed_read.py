@@ -117,8 +117,56 @@ class _MixedRead(OwnBackward):
         kept = [rest, values, *items, decay if form.decays else empty(), scheme, beta, *flags]
         return [heads(form.width), *kept, heads(form.mean), heads(form.free)]
 
-    def backward(self, grads, tensors, kept, *options):
-        return _through(grads[0], tensors, kept, *options)
+    def backward(self, grads, tensors, kept, form, eps, start):
+        (x, weight, bias, scale, *ups, theta, cos, sin, opens), form = tensors, Form(*form)
+        (rest, values, *items), (scheme, beta, raised, doubtful, mean, free) = kept[:6], kept[6:]
+        raw, *gates, decay = form.parts(rest)
+        values = values if form.context else raw
+        items = [*items[:3], items[3] if form.decays else None, None]
+        d_joint = rest.new_empty(*rest.shape[:2], len(weight))
+        d_keys, d_rest = d_joint[..., : form.keys], d_joint[..., form.keys :]
+        to_values, *d_gates, d_decay = form.parts(d_rest)
+        d_values = torch.empty_like(values) if form.context else to_values
+        d_rest[..., sum(form.columns) :].zero_()
+        sizes = scan.Sizes.of(form.mean, form.free, form.key)
+        tilts = beta.new_empty(2, rest.shape[0] * sizes.tiles(rest.shape[1]), *beta.shape)  # what tiles give theta's
+        slope = theta is not None
+        items, (sums, _) = scan.graph_of(items, opens, last=False)
+        logits = logits_of(gates, ups) if form.rank else gates
+        d_logits = [None if y is None else torch.empty_like(y) for y in logits] if form.rank else d_gates
+        d_mean, d_free = (torch.empty_like(y) if y.shape[-1] else None for y in (mean, free))
+        found, apart = (d_mean, d_free, *d_logits), (_row(form, rest), _row(form, d_joint))
+        launch_gate(mean, free, *logits, _split(form), eps, grads[0].contiguous(), found, apart)
+        d_ups = _through_second_maps(gates, ups, d_logits, d_gates) if form.rank else []
+        d_read = None, d_mean, d_free
+        d_sums = scan.through_unpack(sizes, sums, items[0], scheme, beta, d_read, tilts[0], False, slope)
+        leaves = [y for y in items if y is not None]
+        d_phi_q, d_phi_k, d_items, *d_g = torch.autograd.grad(sums, leaves, d_sums, retain_graph=True)
+        (v, f), (d_v, d_f) = form.pair(values), form.pair(d_values)
+        d_f = None if form.shared else d_f
+        scan.launch_pack_backward(
+            sizes, d_items, d_g[0] if d_g else None, decay, f, beta, scheme, d_decay, d_v, d_f, tilts[1],
+            logits=form.decays > 0, slope=slope,
+        )  # fmt: skip
+        del sums, d_sums, d_items
+        doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful)
+        through = through_doubtful(sizes, doubt, (d_mean, d_free), d_phi_q, d_phi_k, d_v, d_f, tilts[0])
+        if form.decays:
+            through_doubtful_decays(sizes, doubt, through, decay, d_decay)
+        d_q, d_k = map(form.by_heads, d_keys.chunk(2, -1))
+        launch_features(d_phi_q, d_phi_k, *items[:2], d_q, d_k, cos, sin, eps, backward=True)
+        d_theta = [summed(tilts.flatten(0, 1), theta.dtype)] if slope else []
+        if form.context:
+            torch.addcmul(d_values, d_values, form.eta(x, scale), out=to_values)
+        del doubt, through, d_phi_q, d_phi_k, d_read, d_mean, d_free, found  # before dx is allocated
+        flat, features = d_joint.flatten(0, 1), x.flatten(0, 1)
+        d_x, d_scale = flat @ weight, []
+        if form.context:
+            d_eta, h = (d_values * raw).flatten(2).flatten(0, 1), slice(-form.context, None)
+            d_x[:, h].addmm_(d_eta, scale)
+            d_scale = [d_eta.T @ features[:, h]]
+        d_bias = [] if bias is None else [flat.sum(0)]
+        return [d_x.view(x.shape), flat.T @ features, *d_bias, *d_scale, *d_ups, *d_theta]
 
 
 class _PackedRead(_MixedRead):
@@ -166,61 +214,6 @@ def _read(
     o = launch_gate(*read, *logits, _split(form), eps, rows_apart=(_row(form, rest), None))
     kept = [rest, values if form.context else None, *items[:-1], scheme, beta, raised, doubtful, *read]
     return [o, *(x.new_empty(0) if y is None else y for y in kept)], memory
-
-
-def _through(
-    grad: Tensor, tensors: Sequence[Tensor | None], kept: Sequence[Tensor], form, eps: float, start: float
-) -> list[Tensor]:
-    """Gradients of the tensors that are learnt, of those that there are."""
-    (x, weight, bias, scale, *ups, theta, cos, sin, opens), form = tensors, Form(*form)
-    (rest, values, *items), (scheme, beta, raised, doubtful, mean, free) = kept[:6], kept[6:]
-    raw, *gates, decay = form.parts(rest)
-    values = values if form.context else raw
-    items = [*items[:3], items[3] if form.decays else None, None]
-    d_joint = rest.new_empty(*rest.shape[:2], len(weight))
-    d_keys, d_rest = d_joint[..., : form.keys], d_joint[..., form.keys :]
-    to_values, *d_gates, d_decay = form.parts(d_rest)
-    d_values = torch.empty_like(values) if form.context else to_values
-    d_rest[..., sum(form.columns) :].zero_()
-    sizes = scan.Sizes.of(form.mean, form.free, form.key)
-    tilts = beta.new_empty(2, rest.shape[0] * sizes.tiles(rest.shape[1]), *beta.shape)  # what tiles give theta's
-    slope = theta is not None
-    items, (sums, _) = scan.graph_of(items, opens, last=False)
-    logits = logits_of(gates, ups) if form.rank else gates
-    d_logits = [None if y is None else torch.empty_like(y) for y in logits] if form.rank else d_gates
-    d_mean, d_free = (torch.empty_like(y) if y.shape[-1] else None for y in (mean, free))
-    found, apart = (d_mean, d_free, *d_logits), (_row(form, rest), _row(form, d_joint))
-    launch_gate(mean, free, *logits, _split(form), eps, grad.contiguous(), found, apart)
-    d_ups = _through_second_maps(gates, ups, d_logits, d_gates) if form.rank else []
-    d_read = None, d_mean, d_free
-    d_sums = scan.through_unpack(sizes, sums, items[0], scheme, beta, d_read, tilts[0], False, slope)
-    leaves = [y for y in items if y is not None]
-    d_phi_q, d_phi_k, d_items, *d_g = torch.autograd.grad(sums, leaves, d_sums, retain_graph=True)
-    (v, f), (d_v, d_f) = form.pair(values), form.pair(d_values)
-    d_f = None if form.shared else d_f
-    scan.launch_pack_backward(
-        sizes, d_items, d_g[0] if d_g else None, decay, f, beta, scheme, d_decay, d_v, d_f, tilts[1],
-        logits=form.decays > 0, slope=slope,
-    )  # fmt: skip
-    del sums, d_sums, d_items
-    doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful)
-    through = through_doubtful(sizes, doubt, (d_mean, d_free), d_phi_q, d_phi_k, d_v, d_f, tilts[0])
-    if form.decays:
-        through_doubtful_decays(sizes, doubt, through, decay, d_decay)
-    d_q, d_k = map(form.by_heads, d_keys.chunk(2, -1))
-    launch_features(d_phi_q, d_phi_k, *items[:2], d_q, d_k, cos, sin, eps, backward=True)
-    d_theta = [summed(tilts.flatten(0, 1), theta.dtype)] if slope else []
-    if form.context:
-        torch.addcmul(d_values, d_values, form.eta(x, scale), out=to_values)
-    del doubt, through, d_phi_q, d_phi_k, d_read, d_mean, d_free, found  # before dx is allocated
-    flat, features = d_joint.flatten(0, 1), x.flatten(0, 1)
-    d_x, d_scale = flat @ weight, []
-    if form.context:
-        d_eta, h = (d_values * raw).flatten(2).flatten(0, 1), slice(-form.context, None)
-        d_x[:, h].addmm_(d_eta, scale)
-        d_scale = [d_eta.T @ features[:, h]]
-    d_bias = [] if bias is None else [flat.sum(0)]
-    return [d_x.view(x.shape), flat.T @ features, *d_bias, *d_scale, *d_ups, *d_theta]
 
 
 def _features(form: Form, x, weight, bias, cos, sin, eps: float) -> list[Float[Tensor, "b t h d"]]:

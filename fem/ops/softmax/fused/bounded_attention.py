@@ -15,6 +15,7 @@ from fem.ops.softmax.fused.fused_attention import together
 from fem.ops.softmax.support import HIDDEN, Support
 
 SEEN = tuple(f"seen_{n}" for n in range(10))  # what `with_lists` returns, as arguments of an operator
+SEEN_SCHEMA = "".join(f", Tensor? {name}" for name in SEEN)
 ALL_KEYS = (None,) * len(SEEN)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fem.ops.common.joined import by_tokens
 from fem.ops.common.own_backward import OwnBackward
-from fem.ops.softmax.fused.bounded_attention import ALL_KEYS, SEEN
+from fem.ops.softmax.fused.bounded_attention import ALL_KEYS, SEEN, SEEN_SCHEMA
 from fem.ops.softmax.fused.layer_form import SETTINGS, Options
 from fem.ops.softmax.fused.parts_read import Beside, Totals, read_parts, shapes_of, through_parts
 
@@ -42,8 +42,7 @@ class _GatedRead(OwnBackward):
     """The results: those of `read_parts`."""
 
     name, fixed, settings = "gated_read", SEEN, SETTINGS
-    tensors = "Tensor q, Tensor k, Tensor v, Tensor? inner, Tensor? outer, Tensor? theta"
-    tensors += "".join(f", Tensor? {name}" for name in SEEN)
+    tensors = "Tensor q, Tensor k, Tensor v, Tensor? inner, Tensor? outer, Tensor? theta" + SEEN_SCHEMA
 
     def forward(self, differentiated, tensors, *settings):
         *parts, theta = tensors[:6]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fem.ops.common.joined import joined
 from fem.ops.common.own_backward import OwnBackward
-from fem.ops.softmax.fused.bounded_attention import ALL_KEYS, SEEN
+from fem.ops.softmax.fused.bounded_attention import ALL_KEYS, SEEN, SEEN_SCHEMA
 from fem.ops.softmax.fused.layer_form import SETTINGS, Form, Options
 from fem.ops.softmax.fused.parts_read import Beside, Totals, read_parts, shapes_of, through_parts
 
@@ -69,7 +69,7 @@ class _MixedRead(OwnBackward):
     tensors = (
         "Tensor x, Tensor weight, Tensor? bias, Tensor? value_scale, Tensor? inner_up, Tensor? inner_bias, "
         "Tensor? outer_up, Tensor? outer_bias, Tensor? theta, Tensor? cos, Tensor? sin"
-    ) + "".join(f", Tensor? {name}" for name in SEEN)
+    ) + SEEN_SCHEMA
 
     def forward(self, differentiated, tensors, *settings):
         x, weight, bias, *_, theta = tensors[:9]
