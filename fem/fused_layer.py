@@ -143,26 +143,33 @@ def gated(
     mask: Tensor | None = None,
 ) -> Float[Tensor, "b t h d"] | None:
     """`mixed` of what somebody else's maps have made: queries, keys, values, and the logits of lambda and g, (B, T,
-    H d) each or None. `head` has the gate and beta. mask: of pairs, as in `seen_of`, in eager calls. Nothing where
-    another form has to read them.
+    H d) each or None. `head` has the gate and beta. mask: of pairs, as in `seen_of`. Nothing where another form has to
+    read them.
     """
     sizes = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     kernel = _kernel_of_parts(head, q, sizes, causal, mask is not None)
     if kernel is None or k.shape[1] != q.shape[1] or not plain_tensors(q, k, v, *logits):
         return None
+    inputs = head, kernel, logits, q, k, v, causal, scale
     if mask is None:
-        return _gated(head, kernel, logits, q, k, v, causal, scale, ())
+        return _gated(*inputs)
+    alike = mask.shape[1] == 1 and mask.shape[2] in (1, mask.shape[3])  # for all heads
+    if not alike or mask.requires_grad:
+        return None
+    if torch.compiler.is_compiling():
+        return _gated(*inputs, mask=mask)
     from fem.ops.softmax.fused.bounded_attention import seen_of
 
-    known = None if mask.requires_grad or torch.compiler.is_compiling() else seen_of(mask)
+    known = seen_of(mask)
     if known is None:
         return None
-    seen, idle = known
-    o = _gated(head, kernel, logits, q, k, v, causal, scale, seen)
+    o, idle = _gated(*inputs, known[0]), known[1]
     return o if idle is None else o.masked_fill(idle[..., None, None], 0.0)
 
 
-def _gated(head, kernel: str, logits, q, k, v, causal, scale, seen: Sequence[Tensor]) -> Float[Tensor, "b t h d"]:
+def _gated(
+    head, kernel: str, logits, q, k, v, causal, scale, seen: Sequence[Tensor] = (), mask: Tensor | None = None
+) -> Float[Tensor, "b t h d"]:
     """`gated` by that kernel of attention, which `_kernel_of_parts` names."""
     from fem.ops.softmax.fused.gated_read import gated_read  # by Triton, which the library does not require
     from fem.ops.softmax.fused.layer_form import Form, Options
@@ -174,7 +181,7 @@ def _gated(head, kernel: str, logits, q, k, v, causal, scale, seen: Sequence[Ten
     options = Options(form, q.shape[3] ** -0.5 if scale is None else scale, head.gate.config.eps, start)
     *parts, inner, outer = (x if x is None else x.to(DTYPE) for x in (q, k, v, *logits))
     by_heads = [x if x is None else x.unflatten(-1, (heads, width)) for x in (inner, outer)]
-    return gated_read(options, *parts, *by_heads, theta, seen)
+    return gated_read(options, *parts, *by_heads, theta, seen, mask)
 
 
 def _kernel_of_parts(head, x: Tensor, sizes: tuple[int, ...], causal: bool, bounded: bool = False) -> str | None:
@@ -193,7 +200,7 @@ def _mixed_by_parts(layer, call: Call, features: Tensor) -> Tensor | None:
     """A softmax layer whose maps have adapters or hooks."""
     config, prior, bounded = layer.config, layer.prior, _bounded(layer, call)
     known = type(prior) is SoftmaxPrior and not watched(prior) and config.backend in ("auto", "sdpa")
-    whole = call.tokens.keep is None and call.memory is None and not (bounded and torch.compiler.is_compiling())
+    whole = call.tokens.keep is None and call.memory is None
     if not (available(call.x) and known and whole) or config.use_lse != (layer.beta is not None):
         return None
     if config.free_alone or config.value_logexp_cap is not None or config.free_share is not None:

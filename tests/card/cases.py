@@ -325,7 +325,7 @@ def test_a_further_layer_of_a_model_reads_no_marks_again(marks, prior, most):
 @full
 @pytest.mark.parametrize("heads, masked, mode, most", [
     (4, False, "eager", 198), (4, True, "eager", 201), (2, False, "eager", 209), (2, True, "eager", 205),
-    (4, False, "compiled", 98), (2, False, "compiled", 114),
+    (4, False, "compiled", 98), (4, True, "compiled", 111), (2, False, "compiled", 114), (2, True, "compiled", 115),
 ])  # fmt: skip
 def test_a_further_replaced_layer_waits_for_nothing(heads, masked, mode, most, monkeypatch):
     """Of heads of 64 and of 128 columns, under a mask too. The host reads zeros, so that all rows would pass for packed
@@ -339,8 +339,8 @@ def test_a_further_replaced_layer_waits_for_nothing(heads, masked, mode, most, m
         return model
 
     time = torch.arange(256, device="cuda", dtype=torch.int32).expand(2, -1)
-    seen = bounded_attention.with_lists(0 * time, time + 1), None
-    monkeypatch.setattr(bounded_attention, "_seen_of", lambda mask: seen)
+    ranges = 0 * time, time + 1, time < 0, torch.tensor([True, False])
+    monkeypatch.setattr(bounded_attention, "_ranges_of", lambda mask: ranges)
     if not masked:
         monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
     launches, waits = of_a_further_layer(built)

@@ -45,8 +45,10 @@ def test_what_maps_of_somebody_else_make_is_read_exactly(name, values, monkeypat
     spread(layer, *VALUES[values])
     hooked(layer)
     monkeypatch.setattr(layer.prior, "read", None)
-    found = errors(layer, torch.randn(2, 19, 20))
+    x, compiled = torch.randn(2, 19, 20), torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found = errors(layer, x)
     assert max(found.values()) < 5e-5, found
+    torch.testing.assert_close(*(trained(one, x, torch.ones_like(x)) for one in (compiled, layer)))
 
 
 def pairs(kind: str) -> torch.Tensor:
@@ -67,7 +69,7 @@ def pairs(kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [None, "padded on the left", "padded on the right, added", "keys that are masked",
                                   "documents under a window", "a hole"])  # fmt: skip
 def test_a_replaced_attention_is_read_exactly(kind, monkeypatch):
-    """By the fused kernels where each query sees a range of keys; compiled, without a mask."""
+    """By the fused kernels where each query sees a range of keys, compiled too."""
     torch.manual_seed(0)
     layer = FreeEnergyHead(FreeEnergyMixerConfig(n_embd=24, n_head=2, fem_dim=24, use_conv=False))
     with torch.no_grad():
@@ -79,9 +81,8 @@ def test_a_replaced_attention_is_read_exactly(kind, monkeypatch):
     wanted = trained(partial(call, twin), x.double(), gradient, twin.parameters())
     reads, read = [], head.softmax_read
     monkeypatch.setattr(head, "softmax_read", lambda *given, **options: reads.append(1) or read(*given, **options))
-    calls = [partial(call, layer)]
-    calls += [torch.compile(calls[0], backend="aot_eager", fullgraph=True)] if kind is None else []
-    for one in calls:
+    eager = partial(call, layer)
+    for one in (eager, torch.compile(eager, backend="aot_eager", fullgraph=True)):
         found = trained(one, x, gradient, layer.parameters())
         for one, other in zip(found, wanted, strict=True):
             assert (one - other).norm() < 2e-5 * other.norm().clamp_min(1e-2 * gradient.norm())

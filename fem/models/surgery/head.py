@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem import fused_layer
@@ -14,6 +13,7 @@ from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
 from fem.inspection import Reading, softmax_tables
 from fem.ops.common.precision import product_dtype
+from fem.ops.softmax.support import as_bias
 
 LAMBDA_INIT = -10.0  # lambda = 4.5e-5
 
@@ -74,12 +74,3 @@ class FreeEnergyHead(nn.Module):
         beta = None if self.beta is None else self.beta()
         options = {"causal": causal, "scale": scale, "bias": bias, "backend": self.backend}
         return softmax_tables(q, k, v, beta, self.gate.factors(features), **options)
-
-
-def as_bias(allowed: Bool[Tensor, "..."] | Float[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
-    """0 where a pair is allowed, -inf where it is not; of a float mask, the lowest numbers become -inf."""
-    if allowed.dtype == torch.bool:
-        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, -torch.inf)
-    if not allowed.is_floating_point():
-        raise TypeError(f"a mask must be bool, or floating-point numbers to add to scores, got dtype {allowed.dtype}.")
-    return allowed.masked_fill(allowed <= torch.finfo(allowed.dtype).min / 2, -torch.inf)

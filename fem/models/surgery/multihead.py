@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem.models.surgery.head import FreeEnergyHead, as_bias
+from fem.models.surgery.head import FreeEnergyHead
 from fem.models.surgery.site import CrossAttention, Refused, Site
+from fem.ops.softmax.support import as_bias
 from fem.projection import check_tokens
 
 

@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections.abc import Iterable
 from dataclasses import fields
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,10 @@ from transformers.cache_utils import Cache
 from fem.functional import softmax_read
 from fem.mixer import FreeEnergyMixer
 from fem.models.surgery.fresh import MixerAttention
-from fem.models.surgery.head import FreeEnergyHead, as_bias
+from fem.models.surgery.head import FreeEnergyHead
 from fem.models.surgery.masks import check_mask
 from fem.models.surgery.site import CrossAttention, Refused, Site
+from fem.ops.softmax.support import as_bias
 
 FREE_ENERGY = "free_energy"
 QUERIES = (  # the projections that make queries, keys and values: three maps, two, or one
@@ -131,7 +132,7 @@ def _graft(attention: nn.Module, head: FreeEnergyHead) -> nn.Module:
     attention.config = copy.deepcopy(attention.config)
     attention.config._attn_implementation = FREE_ENERGY
     attention.free_energy = head
-    attention.register_forward_pre_hook(_hand_on_features, with_kwargs=True)
+    attention.register_forward_pre_hook(partial(_hand_on_features, _first_argument(attention)), with_kwargs=True)
     attention.register_forward_hook(_was_read)
     return attention
 
@@ -151,7 +152,7 @@ def _compare(attention: nn.Module, args: tuple, kwargs: dict, output: object) ->
     kwargs = {name: None if isinstance(x, Cache) else x for name, x in kwargs.items()}
     attention.is_causal, attention.config = _is_causal(attention), copy.deepcopy(config)
     attention.config._attn_implementation, attention.free_energy = FREE_ENERGY, _mean
-    _hand_on_features(attention, args, kwargs)
+    _hand_on_features(_first_argument(attention), attention, args, kwargs)
     try:
         found = attention.forward(*args, **kwargs)
         _was_read(attention, args, found)
@@ -204,14 +205,14 @@ def _dropout(attention: nn.Module) -> float:
     return 0.0
 
 
-def _hand_on_features(attention: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Keep the first argument of the call, which is projected, for the gates."""
-    RUNNING.features = args[0] if args else kwargs[_first_argument(type(attention))]
+def _first_argument(attention: nn.Module) -> str:
+    """The name of the features that an attention projects."""
+    return list(inspect.signature(type(attention).forward).parameters)[1]  # behind self
 
 
-@cache
-def _first_argument(kind: type[nn.Module]) -> str:
-    return list(inspect.signature(kind.forward).parameters)[1]  # behind self
+def _hand_on_features(name: str, attention: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Keep the first argument of the call, of that name, for the gates."""
+    RUNNING.features = args[0] if args else kwargs[name]
 
 
 def _was_read(attention: nn.Module, args: tuple, output: object) -> None:

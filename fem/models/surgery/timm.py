@@ -5,8 +5,9 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem.models.surgery.head import FreeEnergyHead, as_bias
+from fem.models.surgery.head import FreeEnergyHead
 from fem.models.surgery.site import Refused, Site
+from fem.ops.softmax.support import as_bias
 
 PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop")
 

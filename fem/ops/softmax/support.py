@@ -127,3 +127,12 @@ def _before(document: Int[Tensor, "b t"], bound: Int[Tensor, "b tq"]) -> Int[Ten
     if portable():  # ONNX has no search
         return (document[:, None] < bound[..., None]).sum(-1)
     return torch.searchsorted(document, bound)
+
+
+def as_bias(allowed: Bool[Tensor, "..."] | Float[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
+    """0 where a pair is allowed, -inf where it is not; of a float mask, the lowest numbers become -inf."""
+    if allowed.dtype == torch.bool:
+        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, -torch.inf)
+    if not allowed.is_floating_point():
+        raise TypeError(f"a mask must be bool, or floating-point numbers to add to scores, got dtype {allowed.dtype}.")
+    return allowed.masked_fill(allowed <= torch.finfo(allowed.dtype).min / 2, -torch.inf)

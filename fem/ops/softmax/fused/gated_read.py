@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.joined import by_tokens
+from fem.ops.common.operator import recorded
 from fem.ops.common.own_backward import OwnBackward
-from fem.ops.softmax.fused.bounded_attention import ALL_KEYS, SEEN, SEEN_SCHEMA
+from fem.ops.common.precision import normed_softplus, softplus, upcast
+from fem.ops.softmax.fused.bounded_attention import ALL_KEYS, SEEN, SEEN_SCHEMA, ranges_in_graph, with_lists
 from fem.ops.softmax.fused.layer_form import SETTINGS, Options
 from fem.ops.softmax.fused.parts_read import Beside, Totals, read_parts, shapes_of, through_parts
+from fem.ops.softmax.softmax_read import softmax_read
+from fem.ops.softmax.support import as_bias
 
 
 def gated_read(
@@ -27,15 +31,24 @@ def gated_read(
     outer: Float[Tensor, "b t h d"] | None,
     theta: Float[Tensor, "hkv d"] | None,
     seen: Sequence[Tensor] = (),
+    mask: Bool[Tensor, "#b 1 #t t"] | Float[Tensor, "#b 1 #t t"] | None = None,
 ) -> Float[Tensor, "b t h d"]:
     """o of a whole sequence of 16-bit numbers, differentiable once.
 
-    theta: of beta, 1 without one. seen: as in `mixed_read`. Raises RuntimeError where its gradient is to be
-    differentiated.
+    theta: of beta, 1 without one. seen: as in `mixed_read`; in graphs a mask of pairs may stand in its place, which is
+    looked at when the graph runs. Raises RuntimeError where its gradient is to be differentiated.
     """
-    # Heads lie side by side in a token's row, which other tokens' rows follow at equal distances.
-    parts = [x if x is None else by_tokens(x.flatten(2))[0].view(x.shape) for x in (q, k, v, inner, outer)]
-    return _GATED_READ([*parts, theta, *(seen or ALL_KEYS)], *options)[0]
+    parts = *_side_by_side(q, k, v, inner, outer), theta
+    if mask is None:
+        return _GATED_READ([*parts, *(seen or ALL_KEYS)], *options)[0]
+    first, end, idle, known = ranges_in_graph(mask)
+    o = _MASKED_READ([*parts, *with_lists(first, end), mask, known], *options)[0]
+    return o.masked_fill(idle[..., None, None], 0.0)
+
+
+def _side_by_side(*parts: Tensor | None) -> list[Tensor | None]:
+    """Heads side by side in a token's row, which other tokens' rows follow at equal distances."""
+    return [x if x is None else by_tokens(x.flatten(2))[0].view(x.shape) for x in parts]
 
 
 class _GatedRead(OwnBackward):
@@ -59,8 +72,43 @@ class _GatedRead(OwnBackward):
         return [x for x in (d_q, d_k, *others, d_theta) if x is not None]
 
 
+class _MaskedRead(_GatedRead):
+    """Of a mask that says more than a range of keys for each query, `_composed`, which the backward runs again."""
+
+    name, fixed, graphed = "masked_read", (*SEEN, "mask", "known"), False
+    tensors = _GatedRead.tensors + ", Tensor mask, Tensor known"
+
+    def forward(self, differentiated, tensors, *settings):
+        if tensors[-1]:
+            return super().forward(differentiated, tensors, *settings)
+        results = self.empty_results(tensors, *settings)
+        return [_composed(Options.of(*settings), *tensors[:6], tensors[-2]), *results[1:]]
+
+    def backward(self, grads, tensors, kept, *settings):
+        if tensors[-1]:
+            return super().backward(grads, tensors, kept, *settings)
+        with recorded():
+            leaves = [x if x is None else x.detach().requires_grad_() for x in tensors[:6]]
+            o = _composed(Options.of(*settings), *leaves, tensors[-2])
+            found = torch.autograd.grad(o, [x for x in leaves if x is not None], grads[0])
+        return [x.contiguous() for x in found]
+
+
+def _composed(
+    options: Options, q, k, v, inner: Tensor | None, outer: Tensor | None, theta: Tensor | None, mask: Tensor
+) -> Float[Tensor, "b t h d"]:
+    """o under any mask, by operations of PyTorch."""
+    beta = None if theta is None else softplus(theta, options.beta_start)
+    how = {"causal": options.form.causal, "scale": options.scale, "bias": as_bias(mask, q.dtype)}
+    u, free_energy = softmax_read(q, k, v, beta, **how)
+    if free_energy is not None:
+        u = free_energy if inner is None else torch.lerp(u, free_energy, upcast(inner).sigmoid().to(u.dtype))
+    return (u if outer is None else normed_softplus(upcast(outer), options.eps).to(u.dtype) * u).contiguous()
+
+
 def _beside(tensors: Sequence[Tensor | None]) -> Beside:
-    return Beside(tensors[2], None, [None] * 4, None, None, () if tensors[6] is None else tensors[6:])
+    seen = tensors[6 : 6 + len(SEEN)]
+    return Beside(tensors[2], None, [None] * 4, None, None, () if seen[0] is None else seen)
 
 
-_GATED_READ = _GatedRead()
+_GATED_READ, _MASKED_READ = _GatedRead(), _MaskedRead()
