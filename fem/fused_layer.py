@@ -54,15 +54,15 @@ def untouched(maps: Sequence[nn.Module], slim: Sequence[SlimProjection], parts: 
 
 def _softmax_reads(layer, call: Call) -> bool:
     """No state before the call; a state is returned where no gradient is wanted, of padded rows where the layer is
-    causal. Windows and documents without padding and states, of heads that FlexAttention reads at once."""
+    causal. Windows, documents and padding in both directions without states, windows without padding."""
     config, keep = layer.config, call.tokens.keep
     if config.backend not in ("auto", "sdpa"):
         return False
     if _kernel_of(layer, call) is None:
         return False
     if _bounded(layer, call):
-        return keep is None and call.memory is None
-    if keep is not None and (call.memory is None or not config.causal):
+        return call.memory is None and (keep is None or (config.window is None and not config.causal))
+    if keep is not None and call.memory is None:
         return False
     return not (call.memory or (call.memory is not None and torch.is_grad_enabled()))
 
@@ -101,19 +101,18 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
 
     tokens, order = call.tokens, None
     if tokens.keep is not None:
-        tokens, order = kept_first(tokens.keep, None)
+        tokens, order = kept_first(tokens.keep, tokens.document)
+        tokens = replace(tokens, keep=~order.masked)  # in a cache, too, masked tokens may stand behind the kept ones
         features, call = order.kept_first(features), call._replace(tokens=tokens)
     options, tensors = _softmax_options(layer, call), _tensors(layer, call, features)
     if call.memory is not None:
         o, k, v = prefill(options, *tensors)
-        if order is not None:  # in a cache, too, masked tokens may stand behind the kept ones
-            tokens = replace(tokens, keep=~order.masked)
         beta = layer.temperature(call.x)
         v, free_values = layer.pair(v, beta)
         return o if order is None else order.as_before(o), append({}, k, v, beta, tokens, False, free_values)
-    if not _bounded(layer, call):
-        return mixed_read(options, *tensors), None
-    return mixed_read(options, *tensors, _seen(layer, call)), None
+    seen = _seen(layer, call, None if order is None else order.masked) if _bounded(layer, call) else ()
+    o = mixed_read(options, *tensors, seen)
+    return o if order is None else order.as_before(o), None
 
 
 def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
@@ -143,8 +142,8 @@ def gated(
     mask: Tensor | None = None,
 ) -> Float[Tensor, "b t h d"] | None:
     """`mixed` of what somebody else's maps have made: queries, keys, values, and the logits of lambda and g, (B, T,
-    H d) each or None. `head` has the gate and beta. mask: of pairs, as in `seen_of`. Nothing where another form has to
-    read them.
+    H d) each or None. `head` has the gate and beta. mask: of pairs, as in `seen_of`, besides causality. Nothing where
+    another form has to read them.
     """
     sizes = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     kernel = _kernel_of_parts(head, q, sizes, causal, mask is not None)
@@ -156,6 +155,9 @@ def gated(
     alike = mask.shape[1] == 1 and mask.shape[2] in (1, mask.shape[3])  # for all heads
     if not alike or mask.requires_grad:
         return None
+    if causal:
+        sees = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
+        mask = mask & sees if mask.dtype == torch.bool else mask.masked_fill(~sees, -torch.inf)
     if torch.compiler.is_compiling():
         return _gated(*inputs, mask=mask)
     from fem.ops.softmax.fused.bounded_attention import seen_of
@@ -216,17 +218,18 @@ def _mixed_by_parts(layer, call: Call, features: Tensor) -> Tensor | None:
     return _gated(layer, kernel, logits, q, k, v, config.causal, None, _seen(layer, call) if bounded else ())
 
 
-def _seen(layer, call: Call) -> list[Tensor]:
-    """Which keys each token sees, in documents and under a window."""
+def _seen(layer, call: Call, masked: Tensor | None = None) -> list[Tensor]:
+    """Which keys each token sees, in documents and under a window; masked: none of these, the last ones of each row."""
     from fem.ops.softmax.fused.bounded_attention import with_lists
 
-    time, config = call.x.shape[1], layer.config
-    return with_lists(*seen_keys(time, time, call.x.device, config.causal, config.window, call.tokens.document))
+    (time, device), config = (call.x.shape[1], call.x.device), layer.config
+    return with_lists(*seen_keys(time, time, device, config.causal, config.window, call.tokens.document, masked))
 
 
 def _bounded(layer, call: Call) -> bool:
-    """Whether anything but causality and padding tells which keys a token sees."""
-    return layer.config.window is not None or call.tokens.document is not None
+    """Whether anything but causality, and padding under it, tells which keys a token sees."""
+    padded = call.tokens.keep is not None and not layer.config.causal
+    return padded or layer.config.window is not None or call.tokens.document is not None
 
 
 def _kernel_of(layer, call: Call) -> str | None:

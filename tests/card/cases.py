@@ -217,6 +217,14 @@ PADDING = {"attention_mask": torch.ones(2, 256, dtype=torch.bool, device="cuda")
 DOCUMENTS = {"segment_ids": torch.arange(256, device="cuda").div(100, rounding_mode="floor").expand(2, -1)}
 
 
+@full
+@pytest.mark.parametrize("mode, most", [("eager", 121), ("compiled", 49)])
+def test_padding_in_both_directions_waits_for_nothing(mode, most):
+    row, _ = train(through(mode, build(256, 4, causal=False)), tokens(), **PADDING)
+    assert row["forward"] + row["backward"] <= most + 8 * (not COUNTED)
+    assert not row["waits"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("prior", PRIORS)
 def test_padding_and_documents_are_read_in_16_bits(prior, dtype):

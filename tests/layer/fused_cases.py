@@ -38,6 +38,7 @@ LAYERS = {
     "F alone, conditioner": {"use_temperature": False, "use_conv": True},
     "no outer gate": {"use_outer_gate": False},
     "both directions": {"causal": False},
+    "both directions, conditioner": {"causal": False, "use_conv": True, "conv_bidirectional": True, "gate_rank": 4},
     "no rotation": {"use_rope": False},
     "no biases": {"bias": False},
 }
@@ -136,16 +137,19 @@ def test_values_of_any_span_are_read_exactly(name, values):
     assert max(found.values()) < (2e-3 if values in ("nearly equal", "offset") else 5e-5), found
 
 
-@pytest.mark.parametrize("name", ["full", "slim, grouped, conditioner", "gla", "linear, slim, split, conditioner"])
-def test_masking_a_token_equals_deleting_it(name, monkeypatch):
-    """Rows padded on the left, on the right, and with a hole; NaN stands in masked tokens."""
-    layer, x = build(LAYERS[name]), torch.randn(3, 19, 20)
-    keep = torch.ones(3, 19, dtype=torch.bool)
-    keep[0, :5] = keep[1, 12:] = keep[2, 7:9] = False
-    gradient = torch.randn(3, 19, 20) * keep[..., None]
-    wanted = trained(exact(layer), x.double(), gradient, attention_mask=keep)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("name", ["full", "slim, grouped, conditioner", "gla", "linear, slim, split, conditioner",
+                                  "both directions", "both directions, conditioner"])  # fmt: skip
+def test_masking_a_token_equals_deleting_it(name, documents, monkeypatch):
+    """Rows padded on the left, on the right, with a hole, and of masked tokens alone; NaN stands in these."""
+    layer, x = build(LAYERS[name]), torch.randn(4, 19, 20)
+    keep = torch.ones(4, 19, dtype=torch.bool)
+    keep[0, :5] = keep[1, 12:] = keep[2, 7:9] = keep[3] = False
+    gradient = torch.randn(4, 19, 20) * keep[..., None]
+    marks = {"attention_mask": keep} | ({"segment_ids": torch.arange(19).expand(4, -1) // 8} if documents else {})
+    wanted = trained(exact(layer), x.double(), gradient, **marks)
     monkeypatch.setattr(layer.prior, "read", None)
-    found = trained(layer, x.masked_fill(~keep[..., None], torch.nan), gradient, attention_mask=keep)
+    found = trained(layer, x.masked_fill(~keep[..., None], torch.nan), gradient, **marks)
     wanted[0], found[0] = (y.masked_fill(~keep[..., None], 0) for y in (wanted[0], found[0]))
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).norm() < 2e-5 * other.norm().clamp_min(1e-2 * gradient.norm())

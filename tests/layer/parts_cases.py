@@ -59,7 +59,7 @@ def pairs(kind: str) -> torch.Tensor:
         return sees & (document == 1)[..., None, :]
     if kind == "padded on the right, added":
         return torch.zeros(2, 1, 19, 19).masked_fill(~(sees & (document == 0)[..., None, :]), torch.finfo().min)
-    if kind == "keys that are masked":  # from all queries
+    if kind in ("keys that are masked", "masked keys under causality"):  # from all queries
         return (document == 0)[:, :, None]
     if kind == "documents under a window":
         return sees & (document[..., None] == document[..., None, :]) & (token > token[:, None] - 4)
@@ -67,7 +67,7 @@ def pairs(kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", [None, "padded on the left", "padded on the right, added", "keys that are masked",
-                                  "documents under a window", "a hole"])  # fmt: skip
+                                  "masked keys under causality", "documents under a window", "a hole"])  # fmt: skip
 def test_a_replaced_attention_is_read_exactly(kind, monkeypatch):
     """By the fused kernels where each query sees a range of keys, compiled too."""
     torch.manual_seed(0)
@@ -77,7 +77,8 @@ def test_a_replaced_attention_is_read_exactly(kind, monkeypatch):
             parameter.add_(0.2 * torch.randn_like(parameter))
     twin, x, gradient = deepcopy(layer).double(), torch.randn(2, 19, 24), torch.randn(2, 19, 2, 12)
     mask, by_heads = None if kind is None else pairs(kind), lambda x: (x * torch.arange(1, 25)).unflatten(-1, (2, 12))
-    call = lambda layer, x: layer(x, *(by_heads(y) for y in (x.sin(), x.cos(), x)), None, mask is None, 0.1, mask)  # noqa: E731
+    how = None, kind in (None, "masked keys under causality"), 0.1, mask
+    call = lambda layer, x: layer(x, *(by_heads(y) for y in (x.sin(), x.cos(), x)), *how)  # noqa: E731
     wanted = trained(partial(call, twin), x.double(), gradient, twin.parameters())
     reads, read = [], head.softmax_read
     monkeypatch.setattr(head, "softmax_read", lambda *given, **options: reads.append(1) or read(*given, **options))

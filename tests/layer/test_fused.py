@@ -24,7 +24,7 @@ def test_a_layer_of_each_kind_reads_as_the_definition_does():
 
 @needs_triton
 def test_what_maps_of_somebody_else_make_is_read_as_the_definition_does():
-    run_cases(PARTS, "(somebody and slim and usual) or (replaced_attention and (left or hole)) or (two and split)")
+    run_cases(PARTS, "(somebody and slim-usual) or (replaced_attention and (left or hole)) or (two and split)")
 
 
 @needs_triton

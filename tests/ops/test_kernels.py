@@ -58,7 +58,6 @@ def test_every_case_of_linear_attention():
 
 @few_and_all
 def test_values_gradients_and_states_of_our_own_scans_are_those_of_the_definition(cases):
-    """Of channels all cases are in both tiers."""
     assert printed("-m", "scans_in_triton", cases) == "equal\n"
 
 

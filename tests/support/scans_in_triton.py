@@ -118,9 +118,8 @@ def second_derivatives(name: str) -> float:
 if __name__ == "__main__":
     ssm_read.mamba_kernel = fla_reference.selective_scan
     channel_kernels.SHORTEST = ssm_kernels.CHUNK = 2  # so that rows have pieces
-    tried = {kind: BOTH | CASES[kind] for kind in SIZES}
-    if sys.argv[1] == "few":
-        tried["states"] = {name: BOTH[name] for name in FEW}
+    few = {name: BOTH[name] for name in FEW}
+    tried = {kind: few if sys.argv[1] == "few" else BOTH | CASES[kind] for kind in SIZES}
     found = {(kind, name): error(**SIZES[kind] | case) for kind, cases in tried.items() for name, case in cases.items()}
     found |= {(name, "twice"): second_derivatives(name) for name in ("ssm", "aft with decay")}
     found["channels", "unseen"] = unseen()

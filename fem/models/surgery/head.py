@@ -27,7 +27,7 @@ class FreeEnergyHead(nn.Module):
     W_lambda and W_g start at almost 0, so at the start lambda = sigmoid(lambda_init) and g = 1 for every token, and
     o = mean up to lambda (F - mean). features (B, T_q, D) feed the gates; q (B, T_q, H, d_k), k, v (B, T, H_kv, .);
     the result is (B, T_q, H, d_v). Under autocast q, k and v are cast to its dtype, as the original's attention does.
-    mask: of pairs, (B, 1, T_q, T), in the place of a bias.
+    mask: of pairs, broadcastable to (B, H, T_q, T), in the place of a bias.
     """
 
     def __init__(self, config: FreeEnergyMixerConfig):

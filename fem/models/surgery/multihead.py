@@ -74,7 +74,7 @@ class FreeEnergyMultiheadAttention(nn.MultiheadAttention):
             for projected in F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         )
         bias = self._bias(x, key_padding_mask, None if is_causal else attn_mask)
-        o = self.free_energy(x, q, k, v, bias, causal=is_causal, scale=None)
+        o = self.free_energy(x, q, k, v, None, is_causal, None, bias)
         y = self.out_proj(F.dropout(o.flatten(-2), self.dropout, self.training))
         weights = _prior(q, k, bias, is_causal) if need_weights else None
         if weights is not None and average_attn_weights:
@@ -94,7 +94,9 @@ class FreeEnergyMultiheadAttention(nn.MultiheadAttention):
         if key_padding_mask is not None:
             masks.append(key_padding_mask[:, None, None])
         if attn_mask is not None:
-            masks.append(attn_mask.unflatten(0, (-1, self.num_heads)) if attn_mask.dim() == 3 else attn_mask)
+            masks.append(
+                attn_mask.unflatten(0, (-1, self.num_heads)) if attn_mask.dim() == 3 else attn_mask[None, None]
+            )
         biases = [as_bias(~mask if mask.dtype == torch.bool else mask, x.dtype) for mask in masks]
         return sum(biases) if biases else None
 

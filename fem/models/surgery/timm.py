@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from fem.models.surgery.head import FreeEnergyHead
 from fem.models.surgery.site import Refused, Site
-from fem.ops.softmax.support import as_bias
 
 PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop")
 
@@ -41,6 +40,6 @@ class BlockAttention(nn.Module):
         self, x: Float[Tensor, "b t d"], attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Float[Tensor, "b t d"]:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        bias = None if attn_mask is None else as_bias(attn_mask, x.dtype)
-        o = self.free_energy(x, self.q_norm(q), self.k_norm(k), v, bias, is_causal, self.scale)
+        mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+        o = self.free_energy(x, self.q_norm(q), self.k_norm(k), v, None, is_causal, self.scale, mask)
         return self.proj_drop(self.proj(self.norm(self.attn_drop(o.flatten(-2)))))

@@ -106,9 +106,16 @@ def support(
 
 @shared
 def seen_keys(
-    queries: int, keys: int, device: torch.device, causal: bool, window: int | None, document: Tensor | None
+    queries: int,
+    keys: int,
+    device: torch.device,
+    causal: bool,
+    window: int | None,
+    document: Int[Tensor, "b t"] | None,
+    masked: Bool[Tensor, "b t"] | None = None,
 ) -> tuple[Int[Tensor, "#b tq"], Int[Tensor, "#b tq"]]:
-    """first and end under a window and in documents."""
+    """first and end under a window and in documents. masked: the keys of each row that nobody sees, its last ones;
+    a row of such keys alone sees its first."""
     row = torch.arange(queries, device=device)[None] + (keys - queries)
     first, end = torch.zeros_like(row), row + 1 if causal else torch.full_like(row, keys)
     if window is not None:
@@ -119,6 +126,9 @@ def seen_keys(
         own = document[:, keys - queries :].contiguous()
         first = torch.maximum(first, _before(document, own))
         end = end if causal else torch.minimum(end, _before(document, own + 1))
+    if masked is not None:
+        end = torch.minimum(end, (~masked).sum(1, keepdim=True)).clamp_min(1)
+        first = torch.minimum(first, end - 1)
     return first.int(), end.expand_as(first).int().contiguous()
 
 
