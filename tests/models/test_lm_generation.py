@@ -111,8 +111,13 @@ def test_packed_documents_continue_across_calls(model):
     close(torch.cat([first.logits, second.logits], 1), whole)
 
 
-@every_kind
-def test_rows_of_a_cache_can_be_reordered_selected_and_repeated(model):
+@pytest.mark.parametrize(
+    "model, reads",
+    [*((kind, "exact") for kind in ("softmax", "mamba", "hybrid")), ("softmax", "sdpa")],
+    indirect=["model"],
+)
+def test_rows_of_a_cache_can_be_reordered_selected_and_repeated(model, reads):
+    model.set_attn_implementation(reads)
     ids, more = tokens(3, 6), tokens(4, 2, seed=7)
     rows = torch.tensor([2, 0, 0, 1])
     for change in (lambda cache: cache.reorder_cache(rows), lambda cache: cache.batch_select_indices(rows)):
