@@ -160,7 +160,9 @@ class Inputs(NamedTuple):
         if self.position_ids is not None:
             return self.position_ids
         if self.masks_tokens:
-            return (self.attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
+            kept = self.mask()
+            mask = self.attention_mask.to(torch.bool if kept is None else kept.dtype)
+            return whole_rows(tuple(mask.shape), x.device, mask).position[:, past:]
         return torch.arange(past, past + x.shape[1], device=x.device)[None].expand(len(x), -1)
 
     def read_by_conditioner(self, documents: Tensor | None) -> Tokens:

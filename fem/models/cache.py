@@ -123,6 +123,17 @@ class FixedMemory(MixerMemory):
         return copied
 
 
+class KeysBesideState(LinearAttentionAndFullAttentionLayer):
+    """transformers' layer of keys and a state, which by itself selects and repeats rows of the keys alone."""
+
+    def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.reorder_cache(torch.arange(len(self.keys), device=self.device).repeat_interleave(repeats))
+
+
 def given_cache(past_key_values: Cache | None, cache: Any, keywords: dict) -> Cache | None:
     """The cache of a call, by either of transformers' names for it. Raises ValueError on two.
 
@@ -154,9 +165,9 @@ def place_beside_keys(cache: Cache, layer: int) -> Float[Tensor, "b c"] | None:
     An empty layer is exchanged for transformers' own that keeps a state beside keys and values, in which
     `cache.update_recurrent_state` then writes. Raises ValueError on another kind of cache.
     """
-    dynamic, static = LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer
-    places = {DynamicLayer: dynamic, StaticLayer: lambda: static(cache.layers[layer].max_cache_len)}
-    held = _placed(cache, layer, places, (dynamic, static), "the conditioner keeps a state beside the keys")
+    static = LinearAttentionAndStaticFullAttentionLayer
+    places = {DynamicLayer: KeysBesideState, StaticLayer: lambda: static(cache.layers[layer].max_cache_len)}
+    held = _placed(cache, layer, places, (KeysBesideState, static), "the conditioner keeps a state beside the keys")
     return held.recurrent_states[0]
 
 

@@ -239,7 +239,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
 
     labels (B, T): the input_ids, -100 where nothing is to be predicted; the loss shifts them, and the first token of a
     document is no target. shift_labels (B, T): what each token is to predict, instead. The loss is `cross_entropy` of
-    fem.models.loss: its logits exist in chunks, unless the head has an adapter or hooks.
+    fem.models.loss: its logits exist in chunks, unless the head has an adapter or hooks, or `loss_function` was set.
     logits_to_keep: the last n positions, an index, or 0 for all; None: all, except in training with labels, where
     metrics that need them ask by logits_to_keep=0.
     num_items_in_batch: what the summed loss is divided by (the Trainer passes it). With labels no cache is built,
@@ -332,6 +332,10 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         if shift_labels is None and segment_ids is not None:
             opens = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
             labels = labels.masked_fill(opens, IGNORED)
+        if hasattr(self, "_loss_function"):  # the user's own
+            given = {"shift_labels": shift_labels, "num_items_in_batch": num_items}
+            given = {name: value for name, value in given.items() if value is not None}
+            return self.loss_function(self.lm_head(hidden), labels, vocab_size=self.config.vocab_size, **given)
         targets = next_tokens(labels) if shift_labels is None else shift_labels
         targets = targets.to(hidden.device, torch.long)
         if not is_one_weight(self.lm_head):

@@ -239,9 +239,10 @@ class FEMForImageClassification(AsksNoDecay, FEMImagePreTrainedModel):
         )
 
     def _loss(self, logits: Float[Tensor, "b k"], labels: Tensor) -> Float[Tensor, ""]:
-        if self.config.problem_type in ("regression", "multi_label_classification"):
-            if self.config.num_labels > 1 and labels.shape != logits.shape:
-                raise ValueError(f"labels must have shape {tuple(logits.shape)}, got {tuple(labels.shape)}.")
+        numbers = self.config.problem_type in ("regression", "multi_label_classification")
+        if numbers and self.config.num_labels > 1 and labels.shape != logits.shape:
+            raise ValueError(f"labels must have shape {tuple(logits.shape)}, got {tuple(labels.shape)}.")
+        if numbers or hasattr(self, "_loss_function"):  # the latter is the user's own
             return self.loss_function(labels, logits.float(), self.config)
         if self.config.num_labels == 1:
             raise ValueError(

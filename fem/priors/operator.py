@@ -77,8 +77,8 @@ class OperatorPrior(Prior):
         weight = self._over_documents(torch.ones_like(y), tokens)
         sees = weight > 0
         total = weight.where(sees, 1)
-        mean = (self._over_documents(y, tokens) / total).where(sees, 0)
-        as_given = lambda x: x.view_as(v).to(v.dtype)  # noqa: E731
+        mean = self._over_documents(y, tokens) / total
+        as_given = lambda x: x.view_as(v).where(sees.view_as(v), 0).to(v.dtype)  # noqa: E731
         if beta is None:
             return Read(as_given(mean), None), None
         y = y if tokens.keep is None else filled(y, tokens.keep[..., None])
@@ -95,7 +95,7 @@ class OperatorPrior(Prior):
                 "use a prior of PRIORS, which has no such bound."
             )
         free_energy = packing.shift + packing.logarithm(ratio.where(sees, 1)) / packing.beta
-        return Read(as_given(mean), as_given(free_energy.where(sees, 0))), None
+        return Read(as_given(mean), as_given(free_energy)), None
 
     def _over_documents(self, x: Tensor, tokens: Tokens) -> Tensor:
         """op of every document of every row, which is moved to the front of an empty row, without its masked tokens."""

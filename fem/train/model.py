@@ -56,7 +56,7 @@ def model_config(recipe: TrainRecipe, vocabulary: int) -> PreTrainedConfig:
     if config.vocab_size < vocabulary:
         raise ValueError(f"vocab_size must cover the tokenizer's {vocabulary} entries, got {config.vocab_size}.")
     longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and longest < recipe.context:
+    if longest is not None and 0 < longest < recipe.context:  # XLNet says -1 where there is no longest
         raise ValueError(f"context must be at most max_position_embeddings = {longest}, got {recipe.context}.")
     if recipe.architecture is not None:
         with torch.device("meta"):
@@ -106,6 +106,11 @@ def _of_another_library(recipe: TrainRecipe, given: dict, vocabulary: int) -> Pr
             f"architecture must be a causal language model, got {model_type!r}, which has none in its library."
         )
     known = {*vars(_built(f"{library.__name__} without fields", library)), *library.attribute_map}
+    if "vocab_size" not in known:
+        raise ValueError(
+            f"architecture must be a model of text alone, got {model_type!r}, whose fields have no vocab_size; the "
+            f"text part of some has a type of its own, such as {model_type}_text."
+        )
     _known(library.__name__, given, known)
     sizes = SIZES[recipe.preset.rpartition("-")[2]]
     fields: dict[str, Any] = {field: sizes[field] for field in SHARED if field in known and not path.is_file()}

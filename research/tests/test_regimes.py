@@ -95,6 +95,10 @@ def test_days_of_ett_are_told_from_their_last_96_rows(tmp_path):
     values = np.random.default_rng(0).standard_normal((1200, 7)).round(3)
     path = tmp_path / "ett.csv"
     pd.DataFrame({"date": range(1200)} | {f"c{i}": values[:, i] for i in range(7)}).to_csv(path, index=False)
+    other = tmp_path / "other.csv"
+    other.write_text("time,value\n1,2\n")
+    with pytest.raises(ValueError, match=r"^ett must be a table of ETT, a column date and 7 channels, got "):
+        rows(str(other))
     table = rows(str(path))
     assert [len(part) for part in table.values()] == [720, 240, 240]
     torch.testing.assert_close(table["train"].std(0), torch.ones(7))

@@ -146,6 +146,9 @@ def test_a_head_fits_what_problem_type_names():
     model = randomised(classifier(num_labels=1, problem_type="regression"))
     found = model(x, labels=numbers)
     torch.testing.assert_close(found.loss, (found.logits - numbers).square().mean())
+    model.loss_function = lambda labels, logits, config: (logits - labels).abs().sum()
+    model.config.problem_type = None
+    torch.testing.assert_close(model(x, labels=numbers).loss, (found.logits - numbers).abs().sum())
     with pytest.raises(ValueError, match="num_labels must be at least 2 to classify, got 1"):
         classifier(num_labels=1)(x, labels=torch.tensor([0, 0]))
     with pytest.raises(ValueError, match=r"labels must have shape \(2, 2\), got \(2,\)"):

@@ -79,6 +79,17 @@ compiled = torch.compile(layer, dynamic=True, fullgraph=True, backend="eager")
 torch.testing.assert_close(compiled(x), layer(x))
 """
 
+CONVOLVED = """
+import torch
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig
+from fem.priors import OperatorPrior
+taps, pad = torch.rand(16, 1, 3), torch.nn.functional.pad
+op = lambda x: torch.conv1d(pad(x.mT, (2, 0)), taps, groups=16).mT
+layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=32, n_head=4, use_conv=False), OperatorPrior(op))
+x, compiled = torch.randn(2, 9, 32), torch.compile(layer, dynamic=True)
+torch.testing.assert_close(compiled(x), layer(x))
+"""
+
 
 @pytest.mark.slow
 def test_any_length_of_a_scan_is_one_graph_and_exports():
@@ -141,3 +152,9 @@ def test_every_layer_is_one_graph_forward_and_backward():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the path")
 def test_inductor_computes_the_same():
     run("inductor", {name: FAMILIES[name] for name in ("softmax", "softmax window", "rnn_decay")})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the path")
+def test_inductor_compiles_a_convolution_as_a_prior_for_any_length():
+    printed("-c", CONVOLVED)

@@ -111,8 +111,16 @@ def test_packed_documents_continue_across_calls(model):
     close(torch.cat([first.logits, second.logits], 1), whole)
 
 
-@every_kind
-def test_rows_of_a_cache_can_be_reordered_selected_and_repeated(model):
+reads_each_way = pytest.mark.parametrize(
+    "model, reads",
+    [*((kind, "exact") for kind in ("softmax", "mamba", "hybrid")), ("softmax", "sdpa")],
+    indirect=["model"],
+)
+
+
+@reads_each_way
+def test_rows_of_a_cache_can_be_reordered_selected_and_repeated(model, reads):
+    model.set_attn_implementation(reads)
     ids, more = tokens(3, 6), tokens(4, 2, seed=7)
     rows = torch.tensor([2, 0, 0, 1])
     for change in (lambda cache: cache.reorder_cache(rows), lambda cache: cache.batch_select_indices(rows)):
@@ -123,6 +131,16 @@ def test_rows_of_a_cache_can_be_reordered_selected_and_repeated(model):
     cache.batch_repeat_interleave(2)
     repeated = torch.cat([ids[:2].repeat_interleave(2, 0), more], 1)
     close(model(more, past_key_values=cache).logits, model(repeated).logits[:, 6:])
+
+
+@reads_each_way
+def test_a_cache_of_padded_rows_goes_on_without_position_ids(model, reads):
+    model.set_attn_implementation(reads)
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    cache = model(ids[:, :6], attention_mask=mask[:, :6], use_cache=True).past_key_values
+    found = model(ids[:, 6:], attention_mask=mask, past_key_values=cache).logits
+    close(found, model(ids, attention_mask=mask).logits[:, 6:])
 
 
 @every_kind

@@ -78,6 +78,8 @@ def test_model_loss_equals_the_loss_of_its_logits(model):
     output = model(ids, labels=labels)
     torch.testing.assert_close(output.loss, ForCausalLMLoss(output.logits, labels, VOCABULARY))
     assert model(ids.int(), labels=labels.int()).loss == output.loss
+    model.loss_function = lambda *given, **further: 2 * ForCausalLMLoss(*given, **further)
+    torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=18).loss, 2 * output.loss * 17 / 18)
 
 
 def test_a_head_on_another_device_takes_targets_and_their_number_there():

@@ -206,6 +206,8 @@ TABLE = [
     (continued, {"use": lambda m, c: c.update(ONES, ONES, 0)}, TypeError, "states of FEM layers"),
     (continued, {"use": lambda m, c: small_model(prior_type="gla")(IDS, past_key_values=c)}, ValueError, "another"),
     (call, {"attention_mask": torch.ones(2, 1, 5, 5)}, ValueError, "attn_implementation='sdpa'"),
+    (attended, {"engine": "sdpa", "attention_mask": ONES * 2}, ValueError, "attention_mask must hold 0 and 1"),
+    (attended, {"engine": "sdpa", "attention_mask": ONES[:, :4]}, ValueError, r"mask.*\(2, 5\), got \(2, 4\)"),
     *(
         (attended, {"engine": name, "attention_mask": torch.ones(2, 1, 5, 5).bool()}, TypeError, f"{name}.* torch.bool")
         for name in ("eager", "flex_attention")

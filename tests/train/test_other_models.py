@@ -93,6 +93,7 @@ def test_a_new_model_of_another_library_depends_on_the_seed_alone(data):
     [
         ("lama", {}, "^architecture must be a config.json, .* or a model type that .* got 'lama'; did you mean"),
         ("vit", {}, "^architecture must be a causal language model, got 'vit', which has none in its library"),
+        ("gemma3", {}, "^architecture must be a model of text alone, got 'gemma3', .* such as gemma3_text"),
         ("llama", {"hiden_size": 3}, "^model_fields must be .* of LlamaConfig, got 'hiden_size'; did you mean hidden"),
         (
             "gpt2",
@@ -107,12 +108,13 @@ def test_what_no_library_can_build_is_refused_in_a_sentence(data, tmp_path, arch
         train.model_config(recipe, 300)
 
 
-def test_a_model_whose_tokens_see_later_ones_is_refused(data, tmp_path):
-    bert = SIZES | {"num_attention_heads": 2, "intermediate_size": 48}
-    recipe = tiny(data, architecture="bert", model=json.dumps(bert))
-    with pytest.raises(ValueError, match="must be a causal language model, got 'bert', whose tokens see later ones"):
+@pytest.mark.parametrize("kind, once", [("bert", {"is_decoder": True}), ("xlnet", {"attn_type": "uni"})])
+def test_a_model_whose_tokens_see_later_ones_is_refused(data, tmp_path, kind, once):
+    fields = SIZES | {"num_attention_heads": 2, "intermediate_size" if kind == "bert" else "d_inner": 48}
+    recipe = tiny(data, architecture=kind, model=json.dumps(fields))
+    with pytest.raises(ValueError, match=f"must be a causal language model, got '{kind}', whose tokens see later ones"):
         train.run(recipe, tmp_path / "both")
-    causal = replace(recipe, model=json.dumps(bert | {"is_decoder": True}))
+    causal = replace(recipe, model=json.dumps(fields | once))
     assert train.run(causal, tmp_path / "causal")["train"]["step"] == causal.max_steps
 
 

@@ -248,7 +248,10 @@ def rows(path: str) -> dict[str, Float[Tensor, "t c"]]:
     """
     import pandas as pd
 
-    table = torch.from_numpy(pd.read_csv(path).drop(columns="date").to_numpy("float32"))
+    table = pd.read_csv(path)
+    if "date" not in table or table.shape[1] != DayOfETT.channels + 1:
+        raise ValueError(f"ett must be a table of ETT, a column date and 7 channels, got {path!r} of other columns.")
+    table = torch.from_numpy(table.drop(columns="date").to_numpy("float32"))
     ends = [0, *(round(share * len(table)) for share in (0.6, 0.8, 1.0))]
     parts = {split: table[start:end] for split, start, end in zip(HELD_OUT, ends, ends[1:])}
     return {split: (part - parts["train"].mean(0)) / parts["train"].std(0) for split, part in parts.items()}
