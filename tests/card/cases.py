@@ -257,6 +257,14 @@ def test_padded_rows_of_an_unfused_conditioner_are_compiled(fields):
 
 
 @full
+def test_a_replaced_model_under_a_mask_is_one_graph():
+    """Each attention is handed its own features, though one before it was read by FlexAttention."""
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, num_attention_heads=4, use_cache=False, **IDS))
+    call = torch.compile(replace_attention(model).cuda(), backend="aot_eager", fullgraph=True)
+    call(torch.zeros(2, 256, dtype=torch.long, device="cuda"), **PADDING).logits.sum().backward()
+
+
+@full
 @pytest.mark.parametrize("prior", ["linear", "gla"])
 def test_a_read_in_both_directions_is_compiled_in_float32(prior):
     """Triton had failed at inductor's code for the backward of the merged reads and the gates."""
