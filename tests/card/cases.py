@@ -230,8 +230,10 @@ def test_padding_in_both_directions_waits_for_nothing(mode, most):
 def test_padding_and_documents_are_read_in_16_bits(prior, dtype):
     layer, x = build(256, 4, prior_type=prior), tokens()
     with torch.autocast("cuda", dtype):
-        for marks in (PADDING, DOCUMENTS, PADDING | DOCUMENTS):
+        for marks in ({}, PADDING, DOCUMENTS, PADDING | DOCUMENTS):
             layer(x, **marks).float().sum().backward()
+            with torch.inference_mode():
+                layer(x, **marks)
             with torch.no_grad():
                 _, state = layer(x, **marks, return_state=True)
                 layer(x, state=state, **marks)
@@ -260,6 +262,14 @@ def test_short_rows_under_a_window_are_compiled(key_heads):
 def test_padded_rows_of_an_unfused_conditioner_are_compiled(fields):
     layer = build(256, 4, use_conv=True, **fields)
     torch.compile(layer)(tokens(), **PADDING).sum().backward()
+
+
+@full
+def test_a_replaced_model_under_a_mask_is_one_graph():
+    """Each attention is handed its own features, though one before it was read by FlexAttention."""
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, num_attention_heads=4, use_cache=False, **IDS))
+    call = torch.compile(replace_attention(model).cuda(), backend="aot_eager", fullgraph=True)
+    call(torch.zeros(2, 256, dtype=torch.long, device="cuda"), **PADDING).logits.sum().backward()
 
 
 @full

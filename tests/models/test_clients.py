@@ -219,7 +219,7 @@ def test_capped_scores_and_sinks_are_in_the_free_energy(softcap, sinks, masked):
     visible = (columns <= rows) & (columns > rows - 3) if masked else columns <= rows
     features = torch.zeros(2, 5, 32, dtype=torch.float64)
     mask = visible.expand(2, 1, 5, 5) if masked else None
-    RUNNING.features = features
+    RUNNING.features.append(features)
     found, _ = free_energy_attention(attention, q, k, v, mask, 0.5, softcap=softcap, s_aux=sink)
     beta, k, v = (x.repeat_interleave(2, -2 if x.ndim == 2 else 1) for x in (attention.free_energy.beta(), k, v))
     scores = 0.5 * q @ k.mT

@@ -148,6 +148,15 @@ def test_a_kernel_reads_tensors_however_they_lie(proven, name, layout):
 
 
 @every_scan
+def test_leaves_are_read_in_inference_mode(proven, name):
+    call = draw(name, 17).leaves()
+    with torch.inference_mode():
+        found = call.read(backend="triton")
+    torch.testing.assert_close(found, call.read(backend="triton"), rtol=0, atol=0)
+    assert proven == [True, True]
+
+
+@every_scan
 def test_float16_values_keep_their_digits(proven, name):
     check(draw(name, 65, torch.float16, width=8), 2e-3, exact="plain")
     assert all(proven)

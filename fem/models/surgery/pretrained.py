@@ -58,7 +58,15 @@ UNREADABLE = {  # arguments of an attention function that change p in ways a sof
 }
 
 
-RUNNING = threading.local()  # features of the attention whose call runs, until its attention function reads them
+class _Running(threading.local):
+    """The features of the attention whose call runs, until its attention function reads them. In a list, as Dynamo
+    loses an attribute that is set anew behind FlexAttention."""
+
+    def __init__(self):
+        self.features = []
+
+
+RUNNING = _Running()
 
 
 def find(module: nn.Module, name: str, parent: nn.Module | None) -> Site | None:
@@ -161,7 +169,7 @@ def _compare(attention: nn.Module, args: tuple, kwargs: dict, output: object) ->
     except Exception as error:
         return str(error).rstrip(".")
     finally:
-        RUNNING.features = None
+        RUNNING.features.clear()
         attention.config = config
         del attention.free_energy
         if not own:
@@ -212,13 +220,13 @@ def _first_argument(attention: nn.Module) -> str:
 
 def _hand_on_features(name: str, attention: nn.Module, args: tuple, kwargs: dict) -> None:
     """Keep the first argument of the call, of that name, for the gates."""
-    RUNNING.features = args[0] if args else kwargs[name]
+    RUNNING.features[:] = [args[0] if args else kwargs[name]]
 
 
 def _was_read(attention: nn.Module, args: tuple, output: object) -> None:
     """Raise ValueError where the call that ends has read by another function than ours."""
-    if RUNNING.features is not None:
-        RUNNING.features = None
+    if RUNNING.features:
+        RUNNING.features.clear()
         raise ValueError(
             f"{type(attention).__name__} does not call transformers' attention functions, so its free energy is never "
             "read; use a model class that does."
@@ -249,7 +257,7 @@ def free_energy_attention(
     for name, reason in UNREADABLE.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(attention).__name__} cannot be read as a softmax prior: {reason}.")
-    features, RUNNING.features = RUNNING.features, None
+    features = RUNNING.features.pop()
     rows, _, queries, _ = query.shape
     width = features.shape[-1]
     check_mask(attention_mask, key.shape[2], kwargs)

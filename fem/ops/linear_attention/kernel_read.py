@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from fem.ops.common.backend import on
+from fem.ops.common.backend import differentiated, on
 from fem.ops.common.launch import cdiv, next_power_of_2
 from fem.ops.common.operator import again_differentiable, recorded
 from fem.ops.common.read import Terms
@@ -46,7 +46,8 @@ def kernel_read(
     """
     beta, *memory = (part.contiguous() for part in (x.beta, *memory))
     f = None if x.f is x.v else x.f
-    *found, raised = _KernelRead.apply(again, stated, x.q, x.k, x.g, x.opens, x.v, f, beta, *memory)
+    tensors = (x.q, x.k, x.g, x.opens, x.v, f, beta, *memory)
+    *found, raised = _KernelRead.apply(again, stated, differentiated(*tensors), *tensors)
     return None if raised.cpu().any() else (Terms(*found[:3]), Terms(*found[3:]))
 
 
@@ -54,11 +55,11 @@ class _KernelRead(torch.autograd.Function):
     """The read, the memory after it and each head's flag of doubt."""
 
     @staticmethod
-    def forward(ctx, again, stated, q, k, g, opens, v, f, beta, *memory):
+    def forward(ctx, again, stated, learnt, q, k, g, opens, v, f, beta, *memory):
         sizes = Sizes.of(v.shape[3], beta.shape[1], q.shape[3])
         with on(v.device):
             inputs, scheme, heaviest, raised = packed(sizes, stated, q, k, g, v, v if f is None else f, beta, memory)
-            sums, last = with_graph(inputs, opens, any(ctx.needs_input_grad))
+            sums, last = with_graph(inputs, opens, learnt)
             read = unpacked(sizes, sums, inputs[0], scheme, beta, raised, v.dtype)
             after = unpacked(sizes, last, heaviest, scheme, beta, raised, last.dtype, cells=True)
         ctx.again, ctx.sizes, ctx.stated = again, sizes, stated
@@ -78,7 +79,7 @@ class _KernelRead(torch.autograd.Function):
             *found, d_v, d_f, d_beta, d_weight, d_mean, d_free = again_differentiable(ctx.again, both, grads[:6])
             if f is None and d_f is not None:
                 d_v, d_f = d_f if d_v is None else d_v + d_f, None
-            return None, None, *found, d_v, d_f, d_beta, d_weight, d_mean, d_free
+            return None, None, None, *found, d_v, d_f, d_beta, d_weight, d_mean, d_free
 
         sizes, batch, heads = ctx.sizes, v.shape[0], v.shape[2]
         d_read, d_after = (ds if any(d is not None for d in ds) else None for ds in (grads[:3], grads[3:6]))
@@ -106,7 +107,7 @@ class _KernelRead(torch.autograd.Function):
             d_memory = [None] * 3
             if ctx.stated:
                 d_memory = _through_entry(sizes, d_state, scheme, beta, memory, of_memory)
-        return None, None, d_q.to(q.dtype), d_k.to(k.dtype), d_g, None, d_v, d_f, tilts.sum(0), *d_memory
+        return None, None, None, d_q.to(q.dtype), d_k.to(k.dtype), d_g, None, d_v, d_f, tilts.sum(0), *d_memory
 
 
 class Sizes(NamedTuple):
