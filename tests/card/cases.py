@@ -13,7 +13,7 @@ from measure import BFLOAT16, FUSED, LAYERS, MODES, RECORD, REGISTERS, build, de
 from situations import SITUATIONS
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from triton.compiler import CompiledKernel
 
 from fem import PRIORS, FreeEnergyMixerConfig
@@ -270,6 +270,17 @@ def test_a_replaced_model_under_a_mask_is_one_graph():
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, num_attention_heads=4, use_cache=False, **IDS))
     call = torch.compile(replace_attention(model).cuda(), backend="aot_eager", fullgraph=True)
     call(torch.zeros(2, 256, dtype=torch.long, device="cuda"), **PADDING).logits.sum().backward()
+
+
+@full
+def test_a_replaced_encoder_is_compiled_for_any_length():
+    """Inductor had failed at the lists of blocks, whose numbers of rows and columns are one symbol."""
+    encoder = BertModel(BertConfig(num_hidden_layers=1, num_attention_heads=4, intermediate_size=256, **IDS))
+    call = torch.compile(replace_attention(encoder).cuda())
+    for time in (50, 130):
+        given = [torch.ones(2, time, dtype=torch.long, device="cuda") for _ in range(2)]
+        with torch.autocast("cuda", torch.bfloat16):
+            call(*given).last_hidden_state.sum().backward()
 
 
 @full

@@ -138,9 +138,11 @@ def block_lists(support: Support, queries: int, keys: int, device: torch.device)
         some, full = some & (count > 0), full & (count == _TILE)
     chosen, lists = torch.stack(torch.broadcast_tensors(some & ~full, full))[:, :, None], []
     for blocks in (chosen, chosen.mT.contiguous()):  # the kernels take lists in one piece
-        others, order = (~blocks).int().sort(dim=-1, stable=True)
-        # Not a sum of the blocks, which inductor of PyTorch 2.11 fails to fuse where rows and columns are as many.
-        order, counts = order.int(), others.shape[-1] - others.sum(-1, dtype=torch.int32)
+        size = blocks.shape[-1]
+        ranks = 2 * size * blocks.int() - torch.arange(size, device=device, dtype=torch.int32)
+        # No sort or sum of the blocks: inductor fuses either with them, and fails where rows and columns are as many.
+        ranks, order = ranks.topk(size)
+        order, counts = order.int(), (ranks > 0).sum(-1, dtype=torch.int32)
         lists += [counts[0], order[0], counts[1], order[1]]
     return tuple(lists)
 
