@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fem.call import Call
 from fem.gates import SlimProjection, first_map
 from fem.ops.common.backend import exporting, found, multiplies_bfloat16, plain_map, plain_tensors, transformed, watched
-from fem.ops.common.kept_first import kept_first
+from fem.ops.common.kept_first import Order, kept_first
 from fem.ops.common.precision import product_dtype
 from fem.ops.softmax.card_attention import WIDEST
 from fem.ops.softmax.support import seen_keys
@@ -99,20 +99,21 @@ def mixed(
 def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
     from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
-    tokens, order = call.tokens, None
+    options, bounded, tokens, order = _softmax_options(layer, call), _bounded(layer, call), call.tokens, None
     if tokens.keep is not None:
         tokens, order = kept_first(tokens.keep, tokens.document)
-        tokens = replace(tokens, keep=~order.masked)  # in a cache, too, masked tokens may stand behind the kept ones
         features, call = order.kept_first(features), call._replace(tokens=tokens)
-    options, tensors = _softmax_options(layer, call), _tensors(layer, call, features)
-    if call.memory is not None:
+    tensors, memory = _tensors(layer, call, features), None
+    if call.memory is None:
+        o = mixed_read(options, *tensors, _seen(layer, call, order) if bounded else ())
+    else:
         o, k, v = prefill(options, *tensors)
+        if order is not None:  # in a cache, too, masked tokens may stand behind the kept ones
+            tokens = replace(tokens, keep=~order.masked)
         beta = layer.temperature(call.x)
         v, free_values = layer.pair(v, beta)
-        return o if order is None else order.as_before(o), append({}, k, v, beta, tokens, False, free_values)
-    seen = _seen(layer, call, None if order is None else order.masked) if _bounded(layer, call) else ()
-    o = mixed_read(options, *tensors, seen)
-    return o if order is None else order.as_before(o), None
+        memory = append({}, k, v, beta, tokens, False, free_values)
+    return o if order is None else order.as_before(o), memory
 
 
 def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
@@ -218,11 +219,11 @@ def _mixed_by_parts(layer, call: Call, features: Tensor) -> Tensor | None:
     return _gated(layer, kernel, logits, q, k, v, config.causal, None, _seen(layer, call) if bounded else ())
 
 
-def _seen(layer, call: Call, masked: Tensor | None = None) -> list[Tensor]:
-    """Which keys each token sees, in documents and under a window; masked: none of these, the last ones of each row."""
+def _seen(layer, call: Call, order: Order | None = None) -> list[Tensor]:
+    """Which keys each token sees, in documents and under a window; none that an order has put behind the kept ones."""
     from fem.ops.softmax.fused.bounded_attention import with_lists
 
-    (time, device), config = (call.x.shape[1], call.x.device), layer.config
+    (time, device), config, masked = (call.x.shape[1], call.x.device), layer.config, order and order.masked
     return with_lists(*seen_keys(time, time, device, config.causal, config.window, call.tokens.document, masked))
 
 
