@@ -76,7 +76,7 @@ ONES = torch.ones(2, 5)
 FITS = {  # the layer, what the call says, and whether the fused form reads it
     "a plain call in bfloat16": (build, {}, True),
     "padding that causality hides": (build, {"attention_mask": ONES.bool()}, True),
-    "padding in both directions": (lambda: build(causal=True), {"attention_mask": ONES.bool()}, False),
+    "padding in both directions": (lambda: build(causal=False), {"attention_mask": ONES.bool()}, True),
     "documents": (build, {"segment_ids": ONES.long()}, True),
     "documents and padding": (build, {"segment_ids": ONES.long(), "attention_mask": ONES.bool()}, True),
     "padding and a state under gradients": (build, {"attention_mask": ONES.bool(), "return_state": True}, False),
