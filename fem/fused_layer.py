@@ -156,14 +156,11 @@ def gated(
     alike = mask.shape[1] == 1 and mask.shape[2] in (1, mask.shape[3])  # for all heads
     if not alike or mask.requires_grad:
         return None
-    if causal:
-        sees = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
-        mask = mask & sees if mask.dtype == torch.bool else mask.masked_fill(~sees, -torch.inf)
     if torch.compiler.is_compiling():
         return _gated(*inputs, mask=mask)
     from fem.ops.softmax.fused.bounded_attention import seen_of
 
-    known = seen_of(mask)
+    known = seen_of(mask, causal)
     if known is None:
         return None
     o, idle = _gated(*inputs, known[0]), known[1]

@@ -369,7 +369,7 @@ def test_a_further_replaced_layer_waits_for_nothing(heads, masked, mode, most, m
 
     time = torch.arange(256, device="cuda", dtype=torch.int32).expand(2, -1)
     ranges = 0 * time, time + 1, time < 0, torch.tensor([True, False])
-    monkeypatch.setattr(bounded_attention, "_ranges_of", lambda mask: ranges)
+    monkeypatch.setattr(bounded_attention, "_ranges_of", lambda mask, causal: ranges)
     if not masked:
         monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
     launches, waits = of_a_further_layer(built)

@@ -57,17 +57,17 @@ def shared(function: Callable) -> Callable:
     return run
 
 
-def known_of(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """The function, called once for a tensor that lives on, as one that all layers of somebody's model are given, until
-    PyTorch counts a change of it. It does not count those of tensors of inference mode."""
+def known_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a tensor and flags, called once for a tensor that lives on, as one that all layers of somebody's
+    model are given, until PyTorch counts a change of it. It does not count those of tensors of inference mode."""
     known = WeakIdKeyDictionary()
 
     @functools.wraps(function)
-    def run(x: Tensor):
-        version = None if x.is_inference() else x._version
+    def run(x: Tensor, *flags: bool):
+        version = None if x.is_inference() else (x._version, *flags)
         found = known.get(x)
         if found is None or version is None or found[0] != version:
-            found = known[x] = version, function(x)
+            found = known[x] = version, function(x, *flags)
         return found[1]
 
     return run

@@ -27,42 +27,46 @@ def with_lists(first: Int[Tensor, "#b t"], end: Int[Tensor, "#b t"]) -> list[Ten
 
 @known_of
 def seen_of(
-    mask: Bool[Tensor, "#b 1 #tq t"] | Float[Tensor, "#b 1 #tq t"],
+    mask: Bool[Tensor, "#b 1 #tq t"] | Float[Tensor, "#b 1 #tq t"], causal: bool
 ) -> tuple[list[Tensor], Bool[Tensor, "#b t"] | None] | None:
     """`seen` of a mask of pairs, which is True or adds 0 where a query sees a key: of padding on either side, of
-    documents, windows and causality. And which queries see no key; None: all see one. Those are given some key.
+    documents, windows and causality, and of causality besides. And which queries see no key; None: all see one. Those
+    are given some key.
 
     None where the mask says more than a range of keys for each query. The host waits, once for a mask.
     """
-    first, end, idle, flags = _ranges_of(mask)
+    first, end, idle, flags = _ranges_of(mask, causal)
     known, some = flags.tolist()
     return (with_lists(first, end), idle if some else None) if known else None
 
 
-@operator("ranges_in_graph(Tensor mask) -> Tensor[]")
-def ranges_in_graph(mask: Tensor) -> list[Tensor]:
+@operator("ranges_in_graph(Tensor mask, bool causal) -> Tensor[]")
+def ranges_in_graph(mask: Tensor, causal: bool) -> list[Tensor]:
     """`_ranges_of`, the last of it on the host, in compiled graphs, which call it once for all layers of a model."""
-    first, end, idle, flags = _ranges_of(mask)
+    first, end, idle, flags = _ranges_of(mask, causal)
     return [first, end, idle, flags[0].cpu()]
 
 
 @ranges_in_graph.register_fake
-def _empty_ranges(mask: Tensor) -> list[Tensor]:
+def _empty_ranges(mask: Tensor, causal: bool) -> list[Tensor]:
     made = lambda dtype: mask.new_empty(len(mask), mask.shape[3], dtype=dtype)  # noqa: E731
     return [made(torch.int32), made(torch.int32), made(torch.bool), torch.empty((), dtype=torch.bool, device="cpu")]
 
 
-def _ranges_of(mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Bool[Tensor, " 2"]]:
+def _ranges_of(mask: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor, Bool[Tensor, " 2"]]:
     """The first key that each query sees, and the first one behind; which queries see none, and are given some; whether
     the mask says no more than that, and whether there are such queries."""
-    mask = mask[:, 0].expand(-1, mask.shape[3], -1)
+    mask = mask[:, 0]
     sees = mask if mask.dtype == torch.bool else mask == 0
     count, key = sees.sum(-1), torch.arange(mask.shape[-1], device=mask.device)
-    first, idle = sees.byte().argmax(-1), count == 0
+    first = sees.byte().argmax(-1)
     ranges = (first[..., None] <= key) & (key < (first + count)[..., None])
     known = (ranges == sees).all() if mask.dtype == torch.bool else ((ranges == sees) & (sees | (mask <= HIDDEN))).all()
-    first = torch.where(idle, (first + count).cummax(1).values.clamp_max(len(key) - 1), first)
-    end = first + count.clamp_min(1)
+    first, end = (x.expand(-1, len(key)) for x in (first, first + count))
+    end = torch.minimum(end, key + 1) if causal else end
+    idle = end <= first
+    first = torch.where(idle, end.cummax(1).values.clamp_max(len(key) - 1), first)
+    end = torch.maximum(end, first + 1)
     rising = (first.diff(dim=1) >= 0).all() & (end.diff(dim=1) >= 0).all()
     return first.int(), end.int(), idle, torch.stack([known & rising, idle.any()])
 

@@ -41,7 +41,7 @@ def gated_read(
     parts = *_side_by_side(q, k, v, inner, outer), theta
     if mask is None:
         return _GATED_READ([*parts, *(seen or ALL_KEYS)], *options)[0]
-    first, end, idle, known = ranges_in_graph(mask)
+    first, end, idle, known = ranges_in_graph(mask, bool(options.form.causal))
     o = _MASKED_READ([*parts, *with_lists(first, end), mask, known], *options)[0]
     return o.masked_fill(idle[..., None, None], 0.0)
 
