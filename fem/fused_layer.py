@@ -62,8 +62,6 @@ def _softmax_reads(layer, call: Call) -> bool:
         return False
     if _bounded(layer, call):
         return call.memory is None and (keep is None or (config.window is None and not config.causal))
-    if keep is not None and call.memory is None:
-        return False
     return not (call.memory or (call.memory is not None and torch.is_grad_enabled()))
 
 

@@ -12,9 +12,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.joined import by_tokens
-from fem.ops.common.operator import recorded
+from fem.ops.common.operator import recorded, refuse_second_derivatives
 from fem.ops.common.own_backward import OwnBackward
-from fem.ops.common.precision import normed_softplus, softplus, upcast
+from fem.ops.common.precision import softplus
+from fem.ops.common.token_kernels import gated
 from fem.ops.softmax.fused.bounded_attention import ALL_KEYS, SEEN, SEEN_SCHEMA, ranges_in_graph, with_lists
 from fem.ops.softmax.fused.layer_form import SETTINGS, Options
 from fem.ops.softmax.fused.parts_read import Beside, Totals, read_parts, shapes_of, through_parts
@@ -97,13 +98,11 @@ class _MaskedRead(_GatedRead):
 def _composed(
     options: Options, q, k, v, inner: Tensor | None, outer: Tensor | None, theta: Tensor | None, mask: Tensor
 ) -> Float[Tensor, "b t h d"]:
-    """o under any mask, by operations of PyTorch."""
+    """o under any mask, by the reads and the gates of other calls; differentiable once."""
     beta = None if theta is None else softplus(theta, options.beta_start)
     how = {"causal": options.form.causal, "scale": options.scale, "bias": as_bias(mask, q.dtype)}
-    u, free_energy = softmax_read(q, k, v, beta, **how)
-    if free_energy is not None:
-        u = free_energy if inner is None else torch.lerp(u, free_energy, upcast(inner).sigmoid().to(u.dtype))
-    return (u if outer is None else normed_softplus(upcast(outer), options.eps).to(u.dtype) * u).contiguous()
+    read, logits = softmax_read(q, k, v, beta, **how), [x if x is None else x.flatten(2) for x in (inner, outer)]
+    return gated(lambda *_: refuse_second_derivatives(), *read, *logits, False, options.eps)
 
 
 def _beside(tensors: Sequence[Tensor | None]) -> Beside:
