@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor, full_like, nn, tensor
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback, TrainingArguments, default_data_collator
+from transformers import AutoTokenizer, PreTrainedConfig, TrainerCallback, TrainingArguments, default_data_collator
 from transformers.integrations import TensorBoardCallback
 
 from fem.models import FEMConfig, FEMForCausalLM
@@ -25,7 +25,7 @@ from fem.models.loss import IGNORED, cross_entropy_of_logits, next_tokens
 from fem.models.presets import check_preset
 from fem.provenance import CONFIG, RESULTS, check_output, circumstances, note, read_json, versions, write_json
 from fem.train.checkpoints import STAGING, newest, one_writer, step_of
-from fem.train.data import TOKENS, check_data, identity, load_rows, load_tokenizer, say_unread, write_tokens
+from fem.train.data import TOKENIZER, TOKENS, check_data, identity, load_rows, load_tokenizer, say_unread, write_tokens
 from fem.train.metrics import ADVICE, Metrics, summary
 from fem.train.model import build_model, check_causal, model_config
 from fem.train.recipe import TrainRecipe, differences
@@ -116,8 +116,10 @@ def prepare(recipe: TrainRecipe, output: Path, resume: bool, held: ExitStack) ->
         say_unread(recipe)
         write_json(output / CONFIG, config | circumstances())
         tokenizer = load_tokenizer(recipe, output)
-        if not isinstance(model_config(recipe, entries(tokenizer)), FEMConfig):
+        model = model_config(recipe, entries(tokenizer))
+        if not isinstance(model, FEMConfig):
             note(f"in {recipe.architecture!r} a token sees the documents before its own in the row.")
+            say_how_to_open_the_tokenizer(recipe, output, tokenizer, model)
         source = identity(recipe, tokenizer)
         refuse_changed(config, source, output)
         config["data"] = source
@@ -130,6 +132,17 @@ def prepare(recipe: TrainRecipe, output: Path, resume: bool, held: ExitStack) ->
         raise
     shutil.rmtree(output / STAGING, ignore_errors=True)
     (output / RESULTS).unlink(missing_ok=True)
+
+
+def say_how_to_open_the_tokenizer(recipe: TrainRecipe, output: Path, tokenizer, model: PreTrainedConfig) -> None:
+    """A note where another class than the tokenizer's is made of its files beside a model of this type."""
+    folder = recipe.tokenizer or str(output / TOKENIZER)
+    made = type(AutoTokenizer.from_pretrained(folder, config=model, trust_remote_code=False))
+    if made is not type(tokenizer):
+        note(
+            f"beside a {model.model_type!r} AutoTokenizer makes a {made.__name__} of the tokenizer, which splits text "
+            f"otherwise; open {folder!r} instead (vllm serve --tokenizer, lm-eval tokenizer=)."
+        )
 
 
 def refuse_changed(config: dict, source: dict, output: Path) -> None:

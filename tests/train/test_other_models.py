@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from trainings import losses, tiny
-from transformers import GPT2Config
+from transformers import AutoTokenizer, GPT2Config
 
 from fem.models import FEMConfig
 from fem.train import train
@@ -62,6 +62,16 @@ def test_a_model_is_said_to_see_earlier_documents_where_it_does(data, tmp_path, 
     config.to_json_file(tmp_path / "config.json")
     train.run(tiny(data, architecture=str(tmp_path), model="{}", max_steps=1, warmup_steps=0), tmp_path / "run")
     assert ("sees the documents before" not in capsys.readouterr().err) == hides
+
+
+@pytest.mark.parametrize("model_type, said", [("llama", False), ("qwen2", True)])
+def test_a_type_beside_which_another_tokenizer_is_opened_is_said(data, tmp_path, capsys, model_type, said):
+    fields = '{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}'
+    recipe = tiny(data, architecture=model_type, model=fields, max_steps=1, warmup_steps=0)
+    train.run(recipe, tmp_path)
+    assert ("AutoTokenizer makes a Qwen2Tokenizer" in capsys.readouterr().err) == said
+    opened = [AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("tokenizer", "checkpoint-1")]
+    assert (len(opened[0]) != len(opened[1])) == said
 
 
 def test_a_config_json_keeps_its_own_sizes(data, tmp_path):
