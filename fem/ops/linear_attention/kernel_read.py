@@ -143,14 +143,18 @@ class Sizes(NamedTuple):
 
 
 def packed(
-    sizes: Sizes, stated: bool, q, k, g, v, f, beta, memory, theta: Tensor | None = None, start: float | None = None
-) -> tuple[list[Tensor | None], Tensor, Tensor, Tensor]:
+    sizes: Sizes, stated: bool, q, k, g, v, f, beta, memory, theta: Tensor | None = None, start: float | None = None,
+    opens: Bool[Tensor, "b t"] | None = None,
+) -> tuple[list[Tensor | None], Tensor, Tensor, Tensor]:  # fmt: skip
     """What the kernel of linear attention gets: q, k, items, g and the state; the scheme; the most that each key
     channel weighs, 0 where it holds nothing; and the flags of doubt (B, H).
 
     start: None, or beta is written, softplus(theta + start), and g is what the decay is the logsigmoid of, 16 times.
+    opens: where a document begins, at which the decays forget what was before.
     """
-    (batch, time, heads), dtype = v.shape[:3], multiplied(v, g)
+    (batch, time, heads), given = v.shape[:3], 0 if g is None else g.shape[2:].numel() // v.shape[2]
+    decays = taken(max(given, opens is not None), sizes.key, v.device)
+    dtype = multiplied(v, decays)
     q, k = q.contiguous(), k.contiguous()
     v, f = (x if x.stride(3) == 1 else x.contiguous() for x in (v, f))
     made = lambda *shape: torch.empty(shape, dtype=torch.float32, device=v.device)  # noqa: E731
@@ -170,22 +174,20 @@ def packed(
     items = torch.empty(batch, time, heads, sizes.width, dtype=dtype, device=v.device)
     q_out, k_out = (x if x.dtype == dtype else torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k))
     logits = start is not None and g is not None
-    given = 0 if g is None else g.shape[2:].numel() // heads
-    decays = taken(given, sizes.key, v.device)
     g = g if logits else _decay(g)
-    written = decays if logits or decays > given else 0
+    written = decays if logits or decays > given or opens is not None else 0
     g_out = made(batch, time, heads, *[decays] * (decays > 1)) if written else g
     sizes.launch(
-        K.scan_pack_kernel, (heads * sizes.tiles(time), batch, 1), q, k, g, v, f, beta, scheme, q_out, k_out, g_out,
-        items, time, heads, heads if g is None else g.stride(1), *v.stride()[:3], *f.stride()[:3],
+        K.scan_pack_kernel, (heads * sizes.tiles(time), batch, 1), q, k, g, opens, v, f, beta, scheme, q_out, k_out,
+        g_out, items, time, heads, heads if g is None else g.stride(1), *v.stride()[:3], *f.stride()[:3],
         CAST_Q=q_out is not q, CAST_K=k_out is not k, GIVEN=given, DECAYS=written, LOGITS=logits,
     )  # fmt: skip
     return [q_out, k_out, items, g_out, state], scheme, heaviest, raised
 
 
-def multiplied(v: Tensor, g: Tensor | None) -> torch.dtype:
-    """The dtype of what fla's kernel multiplies."""
-    sound = g is not None or not miscompiled(v.device)
+def multiplied(v: Tensor, decays: int) -> torch.dtype:
+    """The dtype of what fla's kernel multiplies, which takes so many decays of a head."""
+    sound = decays > 0 or not miscompiled(v.device)
     return torch.bfloat16 if v.dtype == torch.bfloat16 and sound else torch.float32
 
 

@@ -4,8 +4,8 @@
     o = outer gate of (1 - lambda) mean + lambda F of the read by phi(q), phi(k), v and g            (Eq. 4, 7, 10, 11)
 
 The kernels read and write columns of the product, so that one product makes dW and one dx. The read is that of
-`kernel_read`, without a memory before it; what its sums do not prove is read again on the card, where flags say so. The
-host waits where there are documents, for their borders alone.
+`kernel_read`, without a memory before it; what its sums do not prove is read again on the card, where flags say so. A
+document begins with a decay to 0. The host never waits.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def mixed_read(
     """
     ups = value_scale, inner_up, inner_bias, outer_up, outer_bias
     tensors = (x, *_joined(x, weights, biases, ups), theta, cos, sin, opens)
-    read = _MIXED_READ if opens is None else _PACKED_READ
-    return read(tensors, *options)[0]
+    return _MIXED_READ(tensors, *options)[0]
 
 
 def prefill(
@@ -103,18 +102,19 @@ class _MixedRead(OwnBackward):
         return _read(tensors, *options, differentiated)[0]
 
     def empty_results(self, tensors, form, *numbers):
-        (x, weight), form = tensors[:2], Form(*form)
+        (x, weight), opens, form = tensors[:2], tensors[-1], Form(*form)
         empty, heads = lambda: x.new_empty(0), lambda width: x.new_empty(*x.shape[:2], form.heads, width)
         made = lambda *shape: x.new_empty(shape, dtype=torch.float32)  # noqa: E731
         widths = (form.key, form.key, scan.Sizes.of(form.mean, form.free, form.key).width)
-        items = [heads(width).to(scan.multiplied(x, x if form.decays else None)) for width in widths]
+        decays = scan.taken(max(form.decays, opens is not None), form.key, x.device)
+        items = [heads(width).to(scan.multiplied(x, decays)) for width in widths]
         rest = x.new_empty(*x.shape[:2], len(weight) - form.keys)
         marks = x.new_empty(x.shape[0], form.heads, x.shape[1])
-        values, decays = heads(form.width) if form.context else empty(), scan.taken(form.decays, form.key, x.device)
+        values = heads(form.width) if form.context else empty()
         decay = made(*x.shape[:2], form.heads, *[decays] * (decays > 1))
         scheme, beta = made(x.shape[0], form.heads, 3 * form.free + 1), made(form.heads, form.free)
         flags = [marks.new_empty(marks.shape[:2], dtype=torch.int32), marks.bool()]
-        kept = [rest, values, *items, decay if form.decays else empty(), scheme, beta, *flags]
+        kept = [rest, values, *items, decay if decays else empty(), scheme, beta, *flags]
         return [heads(form.width), *kept, heads(form.mean), heads(form.free)]
 
     def backward(self, grads, tensors, kept, form, eps, start):
@@ -122,7 +122,7 @@ class _MixedRead(OwnBackward):
         (rest, values, *items), (scheme, beta, raised, doubtful, mean, free) = kept[:6], kept[6:]
         raw, *gates, decay = form.parts(rest)
         values = values if form.context else raw
-        items = [*items[:3], items[3] if form.decays else None, None]
+        items = [*items[:3], items[3] if form.decays or opens is not None else None, None]
         d_joint = rest.new_empty(*rest.shape[:2], len(weight))
         d_keys, d_rest = d_joint[..., : form.keys], d_joint[..., form.keys :]
         to_values, *d_gates, d_decay = form.parts(d_rest)
@@ -131,7 +131,7 @@ class _MixedRead(OwnBackward):
         sizes = scan.Sizes.of(form.mean, form.free, form.key)
         tilts = beta.new_empty(2, rest.shape[0] * sizes.tiles(rest.shape[1]), *beta.shape)  # what tiles give theta's
         slope = theta is not None
-        items, (sums, _) = scan.graph_of(items, opens, last=False)
+        items, (sums, _) = scan.graph_of(items, None, last=False)
         logits = logits_of(gates, ups) if form.rank else gates
         d_logits = [None if y is None else torch.empty_like(y) for y in logits] if form.rank else d_gates
         d_mean, d_free = (torch.empty_like(y) if y.shape[-1] else None for y in (mean, free))
@@ -169,13 +169,7 @@ class _MixedRead(OwnBackward):
         return [d_x.view(x.shape), flat.T @ features, *d_bias, *d_scale, *d_ups, *d_theta]
 
 
-class _PackedRead(_MixedRead):
-    """The host waits for the documents' borders, which no CUDA graph may hold."""
-
-    name, graphed = "linear_packed_read", False
-
-
-_MIXED_READ, _PACKED_READ = _MixedRead(), _PackedRead()
+_MIXED_READ = _MixedRead()
 
 
 def _read(
@@ -200,8 +194,9 @@ def _read(
     v, f = form.pair(values)
     sizes = scan.Sizes.of(form.mean, form.free, form.key)
     beta = torch.empty(form.heads, form.free, dtype=torch.float32, device=x.device)
-    items, scheme, heaviest, raised = scan.packed(sizes, False, *phi, decay, v, f, beta, [None] * 3, theta, start)
-    sums, last = scan.with_graph(items, opens, differentiated, stated)
+    given = *phi, decay, v, f, beta, [None] * 3, theta, start, opens
+    items, scheme, heaviest, raised = scan.packed(sizes, False, *given)
+    sums, last = scan.with_graph(items, None, differentiated, stated)
     doubtful = torch.empty(*raised.shape, x.shape[1], dtype=torch.bool, device=x.device)
     _, *read = scan.unpacked(sizes, sums, items[0], scheme, beta, raised, x.dtype, doubtful)
     doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful)

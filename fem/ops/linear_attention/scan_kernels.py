@@ -32,6 +32,7 @@ from fem.ops.common.triton_math import (
 LIGHT = tl.constexpr(30.0)  # log-weights up to here need no scale
 LOG_ZERO = tl.constexpr(-1e30)
 NO_WEIGHT = tl.constexpr(-1e29)
+FORGOTTEN = tl.constexpr(-104.0)  # e^-104 is 0 in float32; more would take digits of the decays, which fla adds up
 LEAST_BETA = tl.constexpr(0.1)  # below it, or at a smaller span of a head's values, float32 loses digits of gradients
 LEAST_SPAN = tl.constexpr(2.0)
 INFINITE = tl.constexpr(float("inf"))
@@ -205,13 +206,14 @@ def scan_enter_backward_kernel(
 
 @launched
 def scan_pack_kernel(
-    q, k, g, v, f, beta, scheme, q_out, k_out, g_out, items, time, heads, g_row, v_batch, v_row, v_head, f_batch, f_row,
-    f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, CAST_Q: tl.constexpr,
+    q, k, g, opens, v, f, beta, scheme, q_out, k_out, g_out, items, time, heads, g_row, v_batch, v_row, v_head, f_batch,
+    f_row, f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, CAST_Q: tl.constexpr,
     CAST_K: tl.constexpr, GIVEN: tl.constexpr, DECAYS: tl.constexpr, LOGITS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """s [v | e | 1], 0 behind them; q and k in the items' dtype where they have another; and the DECAYS of each head,
-    (B, T, H, DECAYS), which are the GIVEN ones g or, where LOGITS, logsigmoid(g) / 16; one is spread over many."""
+    (B, T, H, DECAYS), which are the GIVEN ones g or, where LOGITS, logsigmoid(g) / 16; one is spread over many. Where
+    `opens` (B, T) says that a document opens, the state decays to 0."""
     head, tile, batch = place(heads)
     channel, column, wide, rest = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), tl.arange(0, REST)
     row, cell = tile * ROWS + tl.arange(0, ROWS), batch * heads + head
@@ -239,10 +241,15 @@ def scan_pack_kernel(
     if DECAYS > 0:
         decay = tl.arange(0, WIDE if DECAYS > 1 else 1)[None]
         there = inside & (decay < DECAYS)
-        at = (batch * time + token) * g_row + head * GIVEN + tl.minimum(decay, GIVEN - 1)
-        x = tl.load(g + at, there, other=0.0).to(tl.float32)
+        x = tl.zeros((ROWS, decay.shape[1]), tl.float32)
+        if GIVEN > 0:
+            at = (batch * time + token) * g_row + head * GIVEN + tl.minimum(decay, GIVEN - 1)
+            x = tl.load(g + at, there, other=0.0).to(tl.float32)
         if LOGITS:
             x = exact_softplus(-x) * (-1 / 16)
+        if opens is not None:
+            first = tl.load(opens + batch * time + token, inside, other=0) != 0
+            x += tl.where(first, FORGOTTEN, 0.0)
         tl.store(g_out + entry * DECAYS + decay, x, there)
 
 
