@@ -9,6 +9,7 @@ mutant that no test notices survives, and a guard that survives its removal is d
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,11 @@ class Mutant:
 
 SOFTMAX, READS, EDGES = "tests/ops/softmax", "tests/ops/test_reads.py", "tests/ops/test_edges.py"
 PRECISION = "fem/ops/common/precision.py"
+FUSED, PARTS = (f"tests/layer/{name}_cases.py" for name in ("fused", "parts"))  # in Triton's interpreter, as below
+SCANS, CONDITIONER = (f"tests/ops/{name}_cases.py" for name in ("scan", "conditioner"))
+KERNELS = "tests/ops/test_kernels.py::test_"
+ONE_TOKEN = f"{KERNELS}one_token_is_computed_as_defined"
+OWN_SCANS = f"{KERNELS}values_gradients_and_states_of_our_own_scans_are_those_of_the_definition"
 MUTANTS = (  # name, file, what stands there, what it becomes, and the tests that have to notice
     # The ten thresholds and guards on which exactness rests: the first four survived every fast test of the day they
     # were tried; the other six are our choice of what else has a boundary that a test should hold.
@@ -43,17 +49,17 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
     Mutant("the weights of a token step are not lifted above underflow", "fem/ops/softmax/one_query.py",
            "_LIFT = 2.0**40", "_LIFT = 1.0", f"{SOFTMAX}/test_softmax_decode.py"),
     Mutant("a token's kernel reads narrow channels by log R", "fem/ops/softmax/one_query_kernels.py",
-           'narrow = small < float("inf")', 'narrow = small < float("-inf")', "tests/ops/test_kernels.py"),
+           'narrow = small < float("inf")', 'narrow = small < float("-inf")', ONE_TOKEN),
     Mutant("a scan's token loses the digits of a small beta", "fem/ops/common/merge_kernels.py",
            "expm1(tl.minimum(lift, NEAR))", "(tl.exp(tl.minimum(lift, NEAR)) - 1.0)",
-           "tests/ops/test_kernels.py"),
+           ONE_TOKEN),
     Mutant("a state space's kernel remembers the document before", "fem/ops/ssm/ssm_kernels.py",
-           "tl.where(tl.load(opens + token) != 0, LOG_ZERO, fall)", "fall", "tests/ops/test_kernels.py"),
+           "tl.where(tl.load(opens + token) != 0, LOG_ZERO, fall)", "fall", OWN_SCANS),
     Mutant("a state space's kernel reads cells without waiting for the threads that write them",
            "fem/ops/ssm/ssm_kernels.py", "        tl.debug_barrier()\n        token", "        token",
-           "tests/ops/test_kernels.py::test_values_gradients_and_states_of_our_own_scans_are_those_of_the_definition"),
+           OWN_SCANS),
     Mutant("a state space's kernel passes no gradient through its states' decay", "fem/ops/ssm/ssm_kernels.py",
-           "a_sum += of_fall * step[:, None]", "pass", "tests/ops/test_kernels.py"),
+           "a_sum += of_fall * step[:, None]", "pass", OWN_SCANS),
     Mutant("weights of linear attention up to e^90 are not scaled", "fem/ops/common/sums.py",
            "LIGHT = 30.0", "LIGHT = 90.0", EDGES, READS),
     Mutant("products of features may leave float32", "fem/ops/linear_attention/chunked.py",
@@ -64,18 +70,21 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
            "LEAST_SHIFT = -25.0", "LEAST_SHIFT = -85.0", "tests/ops/test_composed.py"),
     Mutant("doubtful rows of linear attention raise no flag", "fem/ops/linear_attention/scan_kernels.py",
            "    if tl.max(unproven.to(tl.int32)) > 0:", "    if tl.max(unproven.to(tl.int32)) > 1:",
-           "tests/ops/test_kernels.py"),
+           f"{SCANS} -k cannot_prove"),
     Mutant("a doubtful token of linear attention sees other documents",
            "fem/ops/linear_attention/doubtful_kernels.py",
-           "!= 0, LOG_ZERO, fall)", "!= 0, fall, fall)", "tests/layer/test_fused.py"),
+           "!= 0, LOG_ZERO, fall)", "!= 0, fall, fall)", f"{FUSED} -k 'document_and_window and gla'"),
+    Mutant("a document of linear attention begins with the memory of the one before",
+           "fem/ops/linear_attention/scan_kernels.py", "FORGOTTEN = tl.constexpr(-104.0)",
+           "FORGOTTEN = tl.constexpr(-52.0)", f"{FUSED} -k 'few_tokens or document_and_window'"),
     Mutant("decays get no gradient of doubtful tokens", "fem/ops/linear_attention/doubtful_kernels.py",
-           "slope *= later + tl", "slope *= 0.0 * later + 0.0 * tl", "tests/layer/test_fused.py"),
+           "slope *= later + tl", "slope *= 0.0 * later + 0.0 * tl", f"{FUSED} -k 'in_doubt and some'"),
     Mutant("decays of channels count the queries in doubt alone", "fem/ops/linear_attention/doubtful_kernels.py",
-           " - rise, exists)", " - 0.0 * rise, exists)", "tests/layer/test_fused.py"),
+           " - rise, exists)", " - 0.0 * rise, exists)", f"{FUSED} -k 'in_doubt and channel'"),
     Mutant("what doubtful key channels have kept is off", "fem/ops/linear_attention/doubtful_kernels.py",
-           "(log_weight + entry, log_z)", "(log_weight + entry, log_z + 1e-3)", "tests/layer/test_fused.py"),
+           "(log_weight + entry, log_z)", "(log_weight + entry, log_z + 1e-3)", f"{FUSED} -k 'go_on and channel'"),
     Mutant("bfloat16 rounds the gradient of linear attention's weights", "fem/ops/linear_attention/scan_kernels.py",
-           "(d_weight - rounded)", "(0.0 * rounded)", "tests/ops/test_kernels.py"),
+           "(d_weight - rounded)", "(0.0 * rounded)", f"{SCANS} -k bfloat16_values"),
     # The mathematics of the layer.
     Mutant("values wider than the keys see the later queries of their block", "fem/ops/softmax/attend.py",
            "            s[..., keys].add_(hidden)",
@@ -103,30 +112,30 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
            "pass", "tests/layer/test_conditioner.py", "tests/layer/test_mixer.py"),
     Mutant("the conditioner's kernels remember the document before", "fem/ops/conditioner/conditioner_kernels.py",
            'tl.where(starts[:, None], float("-inf"), log_decay)',
-           "log_decay", "tests/ops/test_conditioner_kernels.py"),
+           "log_decay", CONDITIONER),
     Mutant("the conditioner's kernels lose the digits of a small softplus", "fem/ops/common/triton_math.py",
            "return tl.maximum(a, 0.0) + 2.0 * w * series",
-           "return tl.maximum(a, 0.0) + tl.log(1.0 + z)", "tests/ops/test_conditioner_kernels.py"),
+           "return tl.maximum(a, 0.0) + tl.log(1.0 + z)", CONDITIONER),
     Mutant("what enters a chunk decays not at all before it", "fem/ops/conditioner/conditioner_kernels.py",
            "reached += tl.exp(log_total) * far",
-           "reached += far", "tests/ops/test_conditioner_kernels.py"),
+           "reached += far", CONDITIONER),
     Mutant("masked tokens have gradients in the conditioner's kernels", "fem/ops/conditioner/conditioner_kernels.py",
            "tl.where(kept, d_u, 0.0)",
-           "d_u", "tests/ops/test_conditioner_kernels.py"),
+           "d_u", CONDITIONER),
     Mutant("a piece of a scan's rows does not let what comes to it fall", "fem/ops/common/merge_kernels.py",
            "weight, lost = fallen(weight, lost, tl.load(ends + at, there, other=0.0))", "pass",
-           "tests/ops/test_kernels.py"),
+           OWN_SCANS),
     Mutant("a piece of channels hands no gradient of the free energy on to its weights",
            "fem/ops/channel_scan/channel_kernels.py",
-           "w += tl.load(end + 6 * C, live, other=0.0) * gamma", "pass", "tests/ops/test_kernels.py"),
+           "w += tl.load(end + 6 * C, live, other=0.0) * gamma", "pass", OWN_SCANS),
     Mutant("a mask with holes passes for one of ranges", "fem/ops/softmax/fused/bounded_attention.py",
-           "(ranges == sees).all() if", "torch.ones_like(idle).all() if", "tests/layer/test_fused.py"),
+           "(ranges == sees).all() if", "torch.ones_like(idle).all() if", f"{PARTS} -k 'replaced_attention and hole'"),
     Mutant("the second of two calls of attention gives keys no gradient", "fem/ops/softmax/fused/parts_read.py",
-           "d_k.add_(more_k)", "d_k", "tests/layer/test_fused.py"),
+           "d_k.add_(more_k)", "d_k", f"{PARTS} -k two"),
     Mutant("the first norm's kernel forgets how far blocks of inputs are apart",
            "fem/ops/conditioner/conditioner_kernels.py",
            "squares += tl.sum(centred * centred, 1) + apart * apart * (first * share)",
-           "squares += tl.sum(centred * centred, 1)", "tests/ops/test_conditioner_kernels.py"),
+           "squares += tl.sum(centred * centred, 1)", CONDITIONER),
     Mutant("values are modulated without what they are", "fem/mixer.py",
            "torch.addcmul(v, v, scale)", "torch.addcmul(0 * v, v, scale)", "tests/layer/test_conditioner.py"),
     Mutant("of split values the first channels read the free energy", "fem/pipeline.py",
@@ -160,9 +169,14 @@ def survives(mutant: Mutant) -> bool:
         if source.count(mutant.old) < 1:
             raise ValueError(f"{mutant.file} has no {mutant.old!r}; the mutant {mutant.name!r} has to be written anew.")
         file.write_text(source.replace(mutant.old, mutant.new))
-        pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
-        environment = os.environ | {"PYTHONPATH": str(tree)}
-        done = subprocess.run([*pytest, *mutant.tests], cwd=tree, env=environment, capture_output=True)
+        pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        environment, tests = os.environ | {"PYTHONPATH": str(tree)}, shlex.split(" ".join(mutant.tests))
+        if tests[0].endswith("_cases.py"):
+            pytest += ["-o", "addopts="]
+            environment["TRITON_INTERPRET"] = "1"
+        elif "::" not in tests[0]:
+            pytest += ["-m", "not slow"]
+        done = subprocess.run([*pytest, *tests], cwd=tree, env=environment, capture_output=True)
         crashed = -done.returncode in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)  # a store beyond its tensor
         failed = done.returncode == 1 and b"\nFAILED " in done.stdout  # and not an error of a fixture
         if done.returncode != 0 and not failed and not crashed:

@@ -14,17 +14,8 @@ CASES, PARTS = (Path(__file__).with_name(name) for name in ("fused_cases.py", "p
 
 
 @needs_triton
-def test_a_layer_of_each_kind_reads_as_the_definition_does():
-    """Also linear attention, packed rows, prompts, a token's maps, and what joins maps and sums parts."""
-    of_softmax, of_linear = "(full and not split)", "eights or (linear and slim)"
-    others = "joined or (document_and_window and (full or linear)) or (in_doubt and (eights or channel) and some)"
-    others += " or (go_on and channel and (False-False or True-True))"
-    run_cases(CASES, f"(definition and ({of_softmax} or {of_linear})) or one_token or parts_of or {others}")
-
-
-@needs_triton
-def test_what_maps_of_somebody_else_make_is_read_as_the_definition_does():
-    run_cases(PARTS, "(somebody and slim-usual) or (replaced_attention and (left or hole)) or (two and split)")
+def test_layers_of_softmax_and_gla_are_read_as_the_definition_says():
+    run_cases(CASES, "definition and (grouped and conditioner or channel)")
 
 
 @needs_triton

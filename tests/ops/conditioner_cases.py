@@ -21,16 +21,13 @@ from fem.ops.conditioner import fused_conditioner as fused
 from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 
 torch.set_num_threads(1)
-slow = pytest.mark.slow
 NAMES = ("h", "last", "f", "u", "a", "weight", "bias", "hidden")  # gradients from the third on
 # batch, time, width, and what else is said of a case
-FAST = {
+CASES = {
     "documents and padding in two chunks": (2, 71, 5, {"documents": True, "padding": True}),
     "one token": (2, 1, 16, {}),
     "a shut gate without a state before": (1, 37, 8, {"a": -20.0, "hidden": False}),
     "the paper's form": (1, 37, 8, {"form": "paper"}),
-}
-SLOW = {
     "documents": (2, 37, 8, {"documents": True}),
     "padding": (2, 37, 8, {"padding": True}),
     "the gradient of h alone": (1, 37, 8, {"grads": ["h"]}),
@@ -108,10 +105,10 @@ def errors(batch: int, time: int, width: int, said: dict) -> dict[str, tuple[flo
     return {name: (relative(x, y), relative(p, y)) for name, x, p, y in every if x is not None}
 
 
-@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=slow) for case in SLOW)])
+@pytest.mark.parametrize("case", CASES)
 def test_kernels_err_no_more_than_the_plain_form(case, monkeypatch):
     """In float32 by at most twice as much, or 8 roundings; in 16 bits, where the kernels round less, by no more."""
-    *sizes, said = (FAST | SLOW)[case]
+    *sizes, said = CASES[case]
     for constant in {"NUMBERS", "MOST"} & said.keys():
         monkeypatch.setattr(fused, constant, said[constant])
     found = errors(*sizes, said)
@@ -158,7 +155,6 @@ def test_a_layer_by_kernels_is_the_plain_one_twice_differentiable(twice, fields,
     assert far(found, wanted) < within
 
 
-@slow
 def test_a_compiled_layer_calls_the_kernels_in_one_graph():
     graphs = []
 

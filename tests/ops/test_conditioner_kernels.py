@@ -18,14 +18,9 @@ CASES = Path(__file__).with_name("conditioner_cases.py")
 
 
 @needs_triton
-def test_kernels_err_no_more_than_the_plain_form_and_a_layer_by_them_is_the_plain_one():
-    run_cases(CASES, "not slow")
-
-
-@needs_triton
 @pytest.mark.slow
-def test_every_case_in_the_interpreter():
-    run_cases(CASES, "slow")
+def test_kernels_err_no_more_than_the_plain_form_and_a_layer_by_them_is_the_plain_one():
+    run_cases(CASES, "test")
 
 
 @needs_triton

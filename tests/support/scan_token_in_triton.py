@@ -1,11 +1,10 @@
-"""One token by kernels in Triton's interpreter: `python scan_token_in_triton.py all`, or `few` cases of a scan.
+"""One token by kernels in Triton's interpreter.
 
 Prints the largest error of each case in units of the largest value: those of `token_in_triton.py`, of reads of a scan
 token by token beside their definition in float64, and of layers beside themselves in float64.
 """
 
 import json
-import sys
 
 import interpreted  # noqa: F401  (before any kernel)
 import token_in_triton
@@ -48,7 +47,7 @@ CASES = {
     "first tokens of no weight": {"weightless": True},
     "bfloat16": {"dtype": torch.bfloat16},
 }
-FEW = "one by one", "documents and masks", "small beta"
+OF_GLA = "one by one", "documents and masks", "small beta"  # as "gla" with a decay for each key channel takes all
 
 
 def by_kernels(*given: torch.Tensor | None, differentiable: bool = False) -> bool:
@@ -135,20 +134,18 @@ def gradient_of_numbers() -> float:
 
 
 if __name__ == "__main__":
-    errors, few = token_in_triton.errors(), sys.argv[1:] == ["few"]
+    errors = token_in_triton.errors()
     for module in (chunked, ssm_numbers, mix_channels, linear_attention, precision):
         module.by_kernels = by_kernels
     for name, module in KERNELS.items():
         counted(module, name)
     with torch.no_grad():
         for name in KEYED:
-            cases = FEW if few or name == "gla" else CASES
-            errors |= {f"{name}: {what}": error(name, **CASES[what]) for what in cases}
+            errors |= {f"{name}: {what}": error(name, **CASES[what]) for what in (OF_GLA if name == "gla" else CASES)}
         families = {name: fields for name, fields in FAMILIES.items() if not name.startswith(("softmax", "rnn"))}
         others = {f"{name} split": {"prior_type": name} | SPLIT for name in ("gla", "mamba")}
         others["mamba_interactive of small beta"] = {"prior_type": "mamba_interactive", "beta_max_init": -9.0}
-        layers = {name: families[name] for name in ("gla", "mamba_interactive")} if few else families | others
-        for name, fields in layers.items():
+        for name, fields in (families | others).items():
             errors[f"layer of {name}"] = of_layer(**fields)
     errors["one token: bfloat16"] = of_16_bits()
     errors["logarithms of an SSM's numbers"] = of_numbers()

@@ -1,9 +1,8 @@
-"""Scans by our own kernels in Triton's interpreter beside float64: `scans_in_triton.py all|few`.
+"""Scans by our own kernels in Triton's interpreter beside float64.
 
 Prints "equal", or what differs.
 """
 
-import sys
 from dataclasses import replace
 
 import fla_reference
@@ -35,7 +34,6 @@ BOTH = {
     "other free values": {"rows": 1, "free": 6},
     "columns of wider tensors": {"columns": True},
 }
-FEW = ("usual", "documents and masks", "marks in float16", "documents in pieces", "columns of wider tensors")
 CASES = {
     "channels": {
         "no decay": {"rows": 1, "name": "aft"},
@@ -118,8 +116,7 @@ def second_derivatives(name: str) -> float:
 if __name__ == "__main__":
     ssm_read.mamba_kernel = fla_reference.selective_scan
     channel_kernels.SHORTEST = ssm_kernels.CHUNK = 2  # so that rows have pieces
-    few = {name: BOTH[name] for name in FEW}
-    tried = {kind: few if sys.argv[1] == "few" else BOTH | CASES[kind] for kind in SIZES}
+    tried = {kind: BOTH | CASES[kind] for kind in SIZES}
     found = {(kind, name): error(**SIZES[kind] | case) for kind, cases in tried.items() for name, case in cases.items()}
     found |= {(name, "twice"): second_derivatives(name) for name in ("ssm", "aft with decay")}
     found["channels", "unseen"] = unseen()
