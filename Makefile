@@ -140,7 +140,12 @@ suite: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/transformers_suite.py
 
 # Other libraries on a small FEM model, and every model type of transformers turned into FEM: research/results/checks/clients.md.
-clients: install
+# An environment of its own: the tests of `make test` run without these libraries.
+clients: VENV := .venv-clients
+clients:
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' bitsandbytes trl 'transformers[serving]'
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m clients research/results/checks
 
 # Launches, waits and bytes on six kinds of GPU, none of which is here: docs/card.md.
