@@ -163,8 +163,8 @@ def texts_of(recipe: TrainRecipe, part: IterableDataset, field: str) -> Iterator
             yield text
     except UnicodeDecodeError as error:
         raise ValueError(f"data must be UTF-8, got {unfit(recipe)!r} with other bytes.") from error
-    except CastError as error:
-        told = f"data must be files of the same fields, got {recipe.data!r}: {' '.join(str(error).split())}."
+    except (CastError, KeyError) as error:  # the latter by datasets 4
+        told = f"data must be files of the same fields, got {recipe.data!r} with a file of others."
         raise ValueError(told) from error
     except (GeneratorExit, ValueError):
         raise
