@@ -43,7 +43,8 @@ def kept_first(keep: Bool[Tensor, "b t"], document: Int[Tensor, "b t"] | None) -
 class _Reordered(torch.autograd.Function):
     """y_t = x_{order_t}, 0 where a token is masked; its gradient is the way back, without a sum.
 
-    Both choose behind the order: inductor's loops over a reduction lose what is chosen before it (PyTorch 2.13).
+    Both choose behind the order: inductor's loops over a reduction lose what is chosen before it (PyTorch 2.13). Graphs
+    choose into a new tensor: a function that returns what it has written in place has no gradient there (PyTorch 2.11).
     """
 
     @staticmethod
@@ -51,7 +52,8 @@ class _Reordered(torch.autograd.Function):
         ctx.save_for_backward(back, order, masked_before, masked)
         columns = [1] * (x.ndim - 2)
         y = x.gather(1, order.view(*order.shape, *columns).expand_as(x))
-        return y.masked_fill_(masked.view(*masked.shape, *columns), 0)
+        chosen = y.masked_fill if torch.compiler.is_compiling() else y.masked_fill_
+        return chosen(masked.view(*masked.shape, *columns), 0)
 
     @staticmethod
     def backward(ctx, grad):
