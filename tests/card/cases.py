@@ -290,6 +290,14 @@ def test_a_read_in_both_directions_is_compiled_in_float32(prior):
     torch.compile(build(256, 4, prior_type=prior, causal=False))(tokens()).sum().backward()
 
 
+@full
+@pytest.mark.parametrize("rules", [{}, {"window": 64}])
+def test_a_compiled_read_that_is_not_fused_waits_once_in_either_direction(rules):
+    """For its proof. Gates of one number a head are no fused layer's."""
+    row, _ = train(torch.compile(build(256, 4, gate_rank=0, **rules)), tokens())
+    assert row["waits"] <= 2
+
+
 @pytest.mark.parametrize("prior", PRIORS)
 def test_the_widest_heads_fit_the_card(prior):
     for dtype in (torch.float32, torch.bfloat16):
