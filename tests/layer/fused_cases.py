@@ -191,7 +191,7 @@ def test_documents_of_a_few_tokens_are_told_apart(name, miscompiled, monkeypatch
     monkeypatch.setattr(kernel_read, "miscompiled", lambda device: miscompiled)
     monkeypatch.setattr(layer.prior, "read", None)
     for one, other in zip(trained(layer, x, gradient, segment_ids=ids), wanted, strict=True):
-        assert (one - other).norm() < 2e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
+        assert (one - other).norm() < 1e-4 * other.norm().clamp_min(1e-2 * gradient.norm())
 
 
 SOFTMAX_PROMPTS = ["full", "split, conditioner", "F alone", "grouped heads", "attention"]
