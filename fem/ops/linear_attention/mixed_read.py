@@ -122,7 +122,7 @@ class _MixedRead(OwnBackward):
         (rest, values, *items), (scheme, beta, raised, doubtful, mean, free) = kept[:6], kept[6:]
         raw, *gates, decay = form.parts(rest)
         values = values if form.context else raw
-        items = [*items[:3], items[3] if form.decays or opens is not None else None, None]
+        items = [*items[:3], items[3] if items[3].numel() else None, None]
         d_joint = rest.new_empty(*rest.shape[:2], len(weight))
         d_keys, d_rest = d_joint[..., : form.keys], d_joint[..., form.keys :]
         to_values, *d_gates, d_decay = form.parts(d_rest)
