@@ -1,6 +1,6 @@
 """A layer by few launches on a GPU: its maps as one product, its read and gates by kernels between their columns.
 
-A softmax layer is read by `fem.ops.softmax.fused`, linear attention and GLA by `fem.ops.linear_attention.mixed_read`.
+A softmax layer is read by `fem.ops.softmax.fused`, linear attention and GLA by `fem.ops.linear_attention`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
 
 
 def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
-    from fem.ops.linear_attention.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
+    from fem.ops.linear_attention.linear_mixed_read import linear_mixed_read, linear_prefill  # by Triton, too
 
     config, (weights, biases, *inputs) = layer.config, _tensors(layer, call, features)
     if config.decay == "scalar":
@@ -124,8 +124,8 @@ def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str
         )
     inputs = _linear_options(layer), weights, biases, *inputs, call.tokens.start
     if call.memory is None:
-        return mixed_read(*inputs), None
-    o, memory = prefill(*inputs, call.tokens.keep)
+        return linear_mixed_read(*inputs), None
+    o, memory = linear_prefill(*inputs, call.tokens.keep)
     memory = memory._replace(log_weight=memory.log_weight.squeeze(-1))._asdict()
     return o, {name: x for name, x in memory.items() if config.use_lse or name != "free_energy"}
 
@@ -235,7 +235,7 @@ def _kernel_of(layer, call: Call) -> str | None:
 
 
 def _softmax_options(layer, call: Call):
-    """How softmax's `mixed_read` is called."""
+    """How `mixed_read` is called."""
     from fem.ops.softmax.fused.layer_form import Form, Options
 
     config, gate, widths = layer.config, layer.gate, _widths(layer.config)
@@ -252,13 +252,13 @@ def _called(kernel: str) -> tuple[bool, bool]:
 
 
 def _linear_options(layer):
-    """How the `mixed_read` of linear attention is called."""
-    from fem.ops.linear_attention.layer_form import Form, Options
+    """How `linear_mixed_read` is called."""
+    from fem.ops.linear_attention.linear_form import LinearForm, LinearOptions
 
     config, gate, widths = layer.config, layer.gate, _widths(layer.config)
     sizes = (config.n_head, config.key_width, *widths, gate.outer is not None, config.gate_rank or 0)
     decays = 0 if config.prior_type == "linear" else config.key_width if config.decay == "channel" else 1
-    return Options(Form(*sizes, decays, config.context_width), config.eps, config.beta_max_init)
+    return LinearOptions(LinearForm(*sizes, decays, config.context_width), config.eps, config.beta_max_init)
 
 
 def _widths(config) -> tuple[int, int, bool]:
@@ -270,8 +270,9 @@ def _widths(config) -> tuple[int, int, bool]:
 
 
 def _tensors(layer, call: Call, features: Tensor) -> tuple:
-    """What either `mixed_read` takes behind its options: weights and biases of the first maps; the features, W_v of the
-    values' modulation, and U and b of lambda and of g where their gates are slim; theta; cos and sin."""
+    """What `mixed_read` and `linear_mixed_read` take behind their options: weights and biases of the first maps; the
+    features, W_v of the values' modulation, and U and b of lambda and of g where their gates are slim; theta; cos and
+    sin."""
     maps, dtype = _first_maps(layer), product_dtype(call.x)
     biases = [projection.bias for projection in maps]
     others = [None if layer.value_scale is None else layer.value_scale.weight]

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fem.ops.common.backend import by_kernels, transformed
 from fem.ops.common.precision import upcast
 from fem.ops.common.tokens import Tokens
-from fem.ops.softmax.cached import fixed_packing, pack_exactly, unpacked
+from fem.ops.softmax.cached import fixed_packing, from_cache, pack_exactly
 from fem.ops.softmax.packing import Packing
 from fem.state import CACHED as KEPT  # (B, H, T, d) each: a row of queries reads them at the speed of memory
 
@@ -50,7 +50,7 @@ def append(
     values = pack_exactly(v, f, packing_of(start)) if start else None
     if values is None:
         if memory and start:  # [v | e] so far
-            pair = unpacked(memory["value"], packing_of(start), True, start["shift"].shape[-1])
+            pair = from_cache(memory["value"], packing_of(start), True, start["shift"].shape[-1])
             memory = memory | {"value": torch.cat(pair, -1)}
         start, values = {}, v if f is None else torch.cat([v, f], -1)
     caches = [memory[name] if memory else x[:, :, :0] for name, x in zip(KEPT, (k, values))]

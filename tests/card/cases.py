@@ -21,7 +21,7 @@ from fem.doctor.card import steps
 from fem.functional import softmax_read
 from fem.models import FEMConfig, FEMForCausalLM, replace_attention
 from fem.ops.common.launch import Launched
-from fem.ops.common.token_kernels import softplus
+from fem.ops.common.token_kernels import launch_softplus
 from fem.ops.softmax.fused import bounded_attention
 
 card.pose()
@@ -56,8 +56,8 @@ def launches_take_the_code_that_triton_would_take(monkeypatch):
 def test_a_kernel_of_other_arguments_is_launched_by_other_code():
     numbers = torch.ones(64, device="cuda")
     for first, count in product((0, 1), (1, 16, 17)):
-        softplus(numbers[first : first + count], 0.0)
-        softplus(numbers.bfloat16()[first : first + count], 0.0)
+        launch_softplus(numbers[first : first + count], 0.0)
+        launch_softplus(numbers.bfloat16()[first : first + count], 0.0)
 
 
 def through(mode: str, layer):

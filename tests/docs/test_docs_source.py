@@ -1,7 +1,11 @@
-"""The map of the source names what is there, and all of it; docs/training.md tells every patch of another library."""
+"""The map of the source names what is there, and all of it; docs/training.md tells every patch of another library.
+
+A name of `fem/ops` stands for one thing.
+"""
 
 import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -61,3 +65,20 @@ def test_every_patch_stands_on_the_page():
     found = {path.relative_to(ROOT).as_posix() for path in files if patches(ast.parse(path.read_text()))}
     unseen = {"fem/train/titan/parallel.py"}  # it changes an object that it is given
     assert found | unseen == told
+
+
+def in_triton(node: ast.AST) -> bool:
+    return any(ast.unparse(mark) in ("triton.jit", "launched") for mark in node.decorator_list)
+
+
+def test_no_name_of_the_reads_stands_twice():
+    """But for a function in Triton, which has the name of its plain twin."""
+    places = defaultdict(list)
+    for path in (ROOT / "fem" / "ops").rglob("*.py"):
+        places[path.name].append(str(path))
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                places[node.name, in_triton(node)].append(str(path))
+    del places["__init__.py"]
+    assert len(places) > 200
+    assert [found for found in places.values() if len(found) > 1] == []

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer, joint_maps
 from fem.ops.common import joined, part_kernels, row_maps
-from fem.ops.linear_attention import doubtful_tokens, kernel_read, mixed_read, scan_kernels
+from fem.ops.linear_attention import doubtful_tokens, fla_read, linear_mixed_read, scan_kernels
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as kernels
 
@@ -188,7 +188,7 @@ def test_documents_of_a_few_tokens_are_told_apart(name, miscompiled, monkeypatch
     layer, x, gradient = build(LAYERS[name]), torch.randn(1, 131, 20), torch.randn(1, 131, 20)
     ids = torch.randint(1, 7, (1, 131)).cumsum(1).div(10, rounding_mode="floor")
     wanted = trained(exact(layer), x.double(), gradient, segment_ids=ids)
-    monkeypatch.setattr(kernel_read, "miscompiled", lambda device: miscompiled)
+    monkeypatch.setattr(fla_read, "miscompiled", lambda device: miscompiled)
     monkeypatch.setattr(layer.prior, "read", None)
     for one, other in zip(trained(layer, x, gradient, segment_ids=ids), wanted, strict=True):
         assert (one - other).norm() < 1e-4 * other.norm().clamp_min(1e-2 * gradient.norm())
@@ -352,9 +352,9 @@ def test_tokens_of_linear_attention_in_doubt_are_read_again(name, how_many, monk
     monkeypatch.setattr(layer.prior, "read", None)
     monkeypatch.setattr(doubtful_tokens, "SPAN", 4)
     monkeypatch.setattr(scan_kernels, "LEAST_PROVEN", tl.constexpr(share if how_many == "some" else 1e30))
-    found, read = [], mixed_read.read_doubtful
+    found, read = [], linear_mixed_read.read_doubtful
     monkeypatch.setattr(
-        mixed_read, "read_doubtful", lambda sizes, scan, *out: found.append(scan) or read(sizes, scan, *out)
+        linear_mixed_read, "read_doubtful", lambda sizes, scan, *out: found.append(scan) or read(sizes, scan, *out)
     )
     off = errors(layer, torch.randn(1, 19, 20))
     marks = found[0].doubtful
@@ -385,7 +385,7 @@ def test_other_kernels_read_what_triton_miscompiles(name, dtype, doubt, monkeypa
     if doubt:
         monkeypatch.setattr(scan_kernels, "LEAST_PROVEN", tl.constexpr(1e30))
     usual, wanted = errors(layer, x), trained(layer, x, torch.ones_like(x))
-    monkeypatch.setattr(kernel_read, "miscompiled", lambda device: True)
+    monkeypatch.setattr(fla_read, "miscompiled", lambda device: True)
     off = errors(layer, x)
     assert all(error < max(2e-5, 1.3 * usual[part]) for part, error in off.items()), (off, usual)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

@@ -16,13 +16,13 @@ from reads import draw_for_kernels as draw
 
 from fem.ops.common import backend
 from fem.ops.common.rope import frequencies, rotate_all
-from fem.ops.linear_attention import kernel_read
+from fem.ops.linear_attention import fla_read
 from fem.ops.linear_attention.feature_kernels import features
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # fresh memory is NaN: what nobody wrote shows
 every_scan = pytest.mark.parametrize("name", KEYED)
-REAL = kernel_read.kernel_read
+REAL = fla_read.fla_read
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def proven(monkeypatch):
         return result
 
     monkeypatch.setattr(backend, "_FOUND", {"fla": True, "triton": True})
-    monkeypatch.setattr(kernel_read, "by_fla", fla_reference.gla)
-    monkeypatch.setattr(kernel_read, "kernel_read", told)
+    monkeypatch.setattr(fla_read, "by_fla", fla_reference.gla)
+    monkeypatch.setattr(fla_read, "fla_read", told)
     return found
 
 
@@ -61,10 +61,10 @@ def test_reads_and_gradients_are_those_of_the_definition(proven, name, time, opt
 
 @every_scan
 def test_kernels_that_are_miscompiled_are_not_called(monkeypatch, proven, name):
-    monkeypatch.setattr(kernel_read, "miscompiled", lambda device: True)
+    monkeypatch.setattr(fla_read, "miscompiled", lambda device: True)
     check(draw(name, 33), 2e-6, **marks_of(33, True))
     assert all(proven)
-    assert kernel_read.multiplied(torch.zeros(1, dtype=torch.bfloat16), 0) == torch.float32
+    assert fla_read.multiplied(torch.zeros(1, dtype=torch.bfloat16), 0) == torch.float32
 
 
 @pytest.mark.parametrize("documents", [False, True])

@@ -77,11 +77,11 @@ import fla_reference, os, torch
 os.environ["TRITON_INTERPRET"] = "1"
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.ops.common import backend
-from fem.ops.linear_attention import kernel_read
+from fem.ops.linear_attention import fla_read
 from fem.ops.ssm import ssm_read as of_ssm
 torch.set_num_threads(1)
 backend._FOUND = {"fla": True, "mamba_ssm": True, "triton": True}
-kernel_read.by_fla = fla_reference.gla
+fla_read.by_fla = fla_reference.gla
 of_ssm.mamba_kernel = fla_reference.selective_scan
 for prior in PRIORS.keys() - {"softmax"}:
     fields = {"n_embd": 16, "n_head": 2, "prior_type": prior}

@@ -20,7 +20,7 @@ NAMES = "common.chunk_h common.chunk_o common.fused_recurrent gla.chunk hgrn.chu
 for name in NAMES.split():
     module = importlib.import_module(f"fla.ops.{name}")
     module.range = lambda *a: (Index(i) for i in builtins.range(*map(plain, a)))
-from fem.ops.linear_attention import kernel_read
+from fem.ops.linear_attention import fla_read
 from fem.functional import decay_scan, keyed_scan_read
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def results(dtype, backend):
         found = [decay_scan(g.flatten(2).masked_fill(ends, -torch.inf), v.flatten(2), backend=backend)]
     else:
         shape = {"linear": None, "key": (1, time, 2, 16)}.get(sys.argv[1], (1, time, 2))
-        kernel_read.miscompiled = lambda device: sys.argv[1] == "head in channels"
+        fla_read.miscompiled = lambda device: sys.argv[1] == "head in channels"
         g = None if shape is None else leaf(-torch.rand(shape) / 8)
         leaves = [x for x in (q, k, v, beta, g) if x is not None]
         found = in_pieces(lambda cut, **go_on: keyed_scan_read(cut(q), cut(k), cut(v), beta, cut(g), **go_on), backend)

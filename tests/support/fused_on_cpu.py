@@ -7,7 +7,7 @@ import interpreted  # noqa: F401  (before any kernel)
 import torch
 
 from fem import fused_layer
-from fem.ops.linear_attention import kernel_read
+from fem.ops.linear_attention import fla_read
 from fem.ops.softmax.fused import bounded_attention
 from fem.ops.softmax.fused import fused_attention as attention
 
@@ -48,7 +48,7 @@ def install(monkeypatch, dtype=torch.float32):
     monkeypatch.setattr(attention, "kernel_attention", attend)
     monkeypatch.setattr(attention, "kernel_attention_backward", attend_backward)
     monkeypatch.setattr(bounded_attention, "attend_on_card", attend_bounded)
-    monkeypatch.setattr(kernel_read, "by_fla", fla_reference.gla)
+    monkeypatch.setattr(fla_read, "by_fla", fla_reference.gla)
     monkeypatch.setattr(fused_layer, "found", lambda module: True)
     monkeypatch.setattr(fused_layer, "available", lambda x: True)
     monkeypatch.setattr(fused_layer, "DTYPE", dtype)

@@ -27,7 +27,7 @@ KERNELS = {
     "numbers_by_kernels": ssm_numbers_kernels,
     "mix_token": mix_token,
     "rotated_token": token_kernels,
-    "softplus": token_kernels,
+    "launch_softplus": token_kernels,
 }
 taken = []  # the kernels that ran
 CASES = {

@@ -42,7 +42,7 @@ Rows = Float[Tensor, "b t c"]
 
 
 @triton.jit
-def loaded(
+def load_channels(
     score, a, v, f, token, column, live, a_row, v_row, f_row, HAS_A: tl.constexpr, HAS_V: tl.constexpr,
     HAS_F: tl.constexpr,
 ):  # fmt: skip
@@ -82,13 +82,13 @@ def channel_kernel(
     count = tl.minimum(T - first, length)
     score = x + row * x_row + column * x_channel
     token = row * T + first
-    ahead = loaded(
+    ahead = load_channels(
         score + first.to(tl.int64) * x_token, a, v, f, token, column, live, a_row, v_row, f_row, HAS_A, HAS_V, HAS_F
     )
     for t in range(count):
         own, fall, value, energy = ahead
         later = first + tl.minimum(t + 1, count - 1).to(tl.int64)  # tl.minimum: the interpreter counts in Python's
-        ahead = loaded(
+        ahead = load_channels(
             score + later * x_token, a, v, f, row * T + later, column, live, a_row, v_row, f_row, HAS_A, HAS_V, HAS_F
         )
         if HAS_A:
@@ -147,7 +147,7 @@ def channel_backward_kernel(
         inside = tl.minimum(t, 1) * C  # the memory that came in stands before the first token
         earlier, entered = column < inside, live & (column >= inside)
         token = tl.maximum(t, 0).to(tl.int64)
-        own, fall, value, energy = loaded(
+        own, fall, value, energy = load_channels(
             score + token * x_token, a, v, f, row * T + token, column, live, a_row, v_row, f_row, HAS_A, HAS_V, HAS_F
         )
         w += tl.load(d_weights + at, live, other=0.0)

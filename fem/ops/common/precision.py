@@ -30,7 +30,7 @@ def softplus(x: Tensor, start: float = 0.0) -> Tensor:
     if by_kernels(x):
         from fem.ops.common import token_kernels  # by Triton, which the library does not require
 
-        return token_kernels.softplus(x, start)
+        return token_kernels.launch_softplus(x, start)
     return F.softplus(upcast(x) + start if start else upcast(x))
 
 

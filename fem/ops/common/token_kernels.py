@@ -31,7 +31,7 @@ def softplus_kernel(x, y, start, count, BLOCK: tl.constexpr):
     tl.store(y + at, exact_softplus(tl.load(x + at, at < count, other=0.0).to(tl.float32) + start), at < count)
 
 
-def softplus(x: Tensor, start: float = 0.0) -> Tensor:
+def launch_softplus(x: Tensor, start: float = 0.0) -> Tensor:
     """softplus(x + start) of a parameter without a gradient, in float32."""
     x, y = x.contiguous(), x.new_empty(x.shape, dtype=torch.float32)
     with on(x.device):

@@ -40,9 +40,9 @@ class _LinearScan(SlabScan):
     def slab(self, memory, kernels, x):
         if not kernels:
             return self._in_chunks(memory, x)
-        from fem.ops.linear_attention.kernel_read import kernel_read  # by Triton, which the library does not require
+        from fem.ops.linear_attention.fla_read import fla_read  # by Triton, which the library does not require
 
-        found = kernel_read(self.again, kernels != STATELESS, memory, x)
+        found = fla_read(self.again, kernels != STATELESS, memory, x)
         return None if found is None else (*found, 0)
 
     def size(self, x):

@@ -21,7 +21,7 @@ import triton.language as tl
 from fem.ops.common.launch import launched
 from fem.ops.common.merge_kernels import LOG_ZERO, NO_WEIGHT, expm1, log1p, log_or_zero, share_apart
 from fem.ops.common.triton_math import slope_of_beta
-from fem.ops.linear_attention.scan_kernels import load_scheme, store_decays
+from fem.ops.linear_attention.scan_kernels import load_scan_scheme, store_decays
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def doubtful_tokens_kernel(
     cell = batch * heads + head
     if tl.load(raised + cell) != 0:
         channel, column, wide, row = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), batch * time
-        shift, narrow, _, rate, _ = load_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
+        shift, narrow, _, rate, _ = load_scan_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
         for t in range(tl.program_id(1), time, tl.num_programs(1)):
             if tl.load(doubtful + cell * time + t) != 0:
                 entry = (row + t) * heads + head
@@ -165,7 +165,7 @@ def doubtful_cells_kernel(
     cell = batch * heads + head
     if tl.load(raised + cell) != 0:
         channel, column, wide, row = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), batch * time
-        shift, narrow, _, rate, _ = load_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
+        shift, narrow, _, rate, _ = load_scan_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
         for c in range(tl.program_id(1), KEY, tl.num_programs(1)):
             entry = cell * KEY + c
             if tl.load(doubtful + entry) != 0:
@@ -193,7 +193,7 @@ def doubtful_tokens_backward_kernel(
     if tl.load(raised + cell) != 0:
         channel, column, wide, row = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), batch * time
         there = channel < FREE
-        shift, narrow, _, rate, _ = load_scheme(scheme, beta, cell, head, FREE, channel, there)
+        shift, narrow, _, rate, _ = load_scan_scheme(scheme, beta, cell, head, FREE, channel, there)
         v += batch * v_batch
         f += batch * f_batch
         tilt = tl.zeros((KEYS, COLUMNS), tl.float32)

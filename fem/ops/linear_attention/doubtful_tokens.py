@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fem.ops.common.read import Terms
 from fem.ops.linear_attention import doubtful_kernels as K
-from fem.ops.linear_attention.kernel_read import Sizes, width_of
+from fem.ops.linear_attention.fla_read import ScanSizes, width_of
 
 KEYS = 16  # that a token is read over at a time
 PROGRAMS = 64  # of a head that share its tokens
@@ -41,20 +41,22 @@ class Scan(NamedTuple):
         """Of a head; 1 without any."""
         return 1 if self.g is None else width_of(self.g)
 
-    def grid(self, sizes: Sizes) -> tuple[int, int, int]:
+    def grid(self, sizes: ScanSizes) -> tuple[int, int, int]:
         """Of programs that share the tokens of a head, no more than it has tiles."""
         batch, time, heads = self.q.shape[:3]
         return heads, min(PROGRAMS, sizes.tiles(time)), batch
 
 
-def read_doubtful(sizes: Sizes, scan: Scan, mean: Float[Tensor, "b t h dv"], free: Float[Tensor, "b t h df"]) -> None:
+def read_doubtful(
+    sizes: ScanSizes, scan: Scan, mean: Float[Tensor, "b t h dv"], free: Float[Tensor, "b t h df"]
+) -> None:
     """Write the mean and F of the tokens in doubt."""
     sizes.launch(
         K.doubtful_tokens_kernel, scan.grid(sizes), *scan, mean, free, *scan.numbers, KEYS=KEYS, DECAYS=scan.decays
     )
 
 
-def read_doubtful_cells(sizes: Sizes, scan: Scan, memory: Terms) -> None:
+def read_doubtful_cells(sizes: ScanSizes, scan: Scan, memory: Terms) -> None:
     """Write what key channels have kept after the last token, of those in doubt, which `scan.doubtful` marks."""
     sizes.launch(
         K.doubtful_cells_kernel, scan.grid(sizes), *scan[1:], *memory, *scan.numbers, KEYS=KEYS, DECAYS=scan.decays
@@ -62,7 +64,7 @@ def read_doubtful_cells(sizes: Sizes, scan: Scan, memory: Terms) -> None:
 
 
 def through_doubtful(
-    sizes: Sizes, scan: Scan, grads, d_q, d_k, d_v, d_f: Tensor | None, tilt: Float[Tensor, "n h df"]
+    sizes: ScanSizes, scan: Scan, grads, d_q, d_k, d_v, d_f: Tensor | None, tilt: Float[Tensor, "n h df"]
 ) -> Float[Tensor, "b h t _"]:
     """Write dq of the tokens in doubt, and add what goes through them to the other gradients, to `tilt` what they give
     theta; d_f: None where d_v gets both. Returns what decays get, each from its token on."""
@@ -83,7 +85,7 @@ def through_doubtful(
     return rises
 
 
-def through_doubtful_decays(sizes: Sizes, scan: Scan, rises: Float[Tensor, "b h t _"], logits, d_logits) -> None:
+def through_doubtful_decays(sizes: ScanSizes, scan: Scan, rises: Float[Tensor, "b h t _"], logits, d_logits) -> None:
     """Add the gradient of the decays' logits, columns (B, T, _), of what `through_doubtful` returns."""
     batch, heads, time, decays = rises.shape
     sizes.launch(

@@ -45,7 +45,7 @@ def place(heads):
 
 
 @triton.jit
-def load_scheme(scheme, beta, cell, head, FREE: tl.constexpr, channel, there):
+def load_scan_scheme(scheme, beta, cell, head, FREE: tl.constexpr, channel, there):
     """c, whether the channel is narrow, m and beta, a row each; and p."""
     row, at = scheme + cell * (3 * FREE + 1), head * FREE + channel
     shift = tl.load(row + channel, there, other=0.0)
@@ -183,7 +183,7 @@ def scan_enter_backward_kernel(
     cell = (batch * tl.num_programs(0) + head).to(tl.int64)
     channel, column = tl.arange(0, COLUMNS), tl.arange(0, BROAD)
     there = channel < FREE
-    shift, narrow, middle, rate, scale = load_scheme(scheme, beta, cell, head, FREE, channel, there)
+    shift, narrow, middle, rate, scale = load_scan_scheme(scheme, beta, cell, head, FREE, channel, there)
     tilt = tl.zeros((CELLS, COLUMNS), tl.float32)
     for first in range(0, KEY, CELLS):
         row, exists, weight, kept, held = load_cells(log_weight, mean, free, cell, first, KEY, FREE, CELLS, channel)
@@ -219,7 +219,7 @@ def scan_pack_kernel(
     row, cell = tile * ROWS + tl.arange(0, ROWS), batch * heads + head
     token, inside = row.to(tl.int64)[:, None], (row < time)[:, None]
     entry = (batch * time + token) * heads + head
-    shift, narrow, _middle, rate, scale = load_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
+    shift, narrow, _middle, rate, scale = load_scan_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
     light = tl.exp(-scale)
     to = items + entry * WIDTH
     in_mean, in_free = inside & (column < MEAN)[None], inside & (channel < FREE)[None]
@@ -280,7 +280,7 @@ def scan_pack_backward_kernel(
     token, inside = row.to(tl.int64)[:, None], (row < time)[:, None]
     token += batch * time
     entry = token * heads + head
-    shift, _narrow, middle, rate, scale = load_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
+    shift, _narrow, middle, rate, scale = load_scan_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
     light = tl.exp(-scale)
     in_mean, in_free = inside & (column < MEAN)[None], inside & (channel < FREE)[None]
     x = f + batch * f_batch + (token - batch * time) * f_row + head * f_head + channel[None]
@@ -321,7 +321,7 @@ def load_sums(
     token, inside = row.to(tl.int64)[:, None], (row < rows)[:, None]
     entry = cell * rows + token if CELLS else (batch * rows + token) * heads + head
     there = channel < FREE
-    shift, narrow, middle, rate, scale = load_scheme(scheme, beta, cell, head, FREE, channel, there)
+    shift, narrow, middle, rate, scale = load_scan_scheme(scheme, beta, cell, head, FREE, channel, there)
     in_mean, in_free = inside & (column < MEAN)[None], inside & there[None]
     weight = tl.load(sums + entry * WIDTH + MEAN + FREE, inside, other=1.0).to(tl.float32)
     e = tl.load(sums + entry * WIDTH + MEAN + channel[None], in_free, other=1.0).to(tl.float32)

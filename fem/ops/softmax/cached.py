@@ -77,7 +77,7 @@ def pack_exactly(
     return torch.cat([v, e.to(v.dtype)], -1)
 
 
-def unpacked(
+def from_cache(
     values: Float[Tensor, "b h t w"], packing: Packing | None, split: bool, channels: int
 ) -> tuple[Tensor, Tensor | None]:
     """v and f of a cache; f is None where it is v. Of [v | e] with an f of its own, f = c + log(e) / beta."""
@@ -115,7 +115,7 @@ def cached_read(
             read = _packed_step(q[:, 0], keys, values, packing, mask_of_one(rules, k), rules.scale)
         if read is not None:
             return rounded(read, torch.promote_types(q.dtype, values.dtype), beta)
-    v, f = unpacked(values, packing, split, 0 if beta is None else beta.shape[-1])
+    v, f = from_cache(values, packing, split, 0 if beta is None else beta.shape[-1])
     v, f = (None if x is None else x.transpose(1, 2) for x in (v, f))
     return softmax_read(q, k, v, beta, f, window=window, tokens=tokens, backend=backend)
 

@@ -13,9 +13,9 @@ from fem.ops.common.backend import differentiated, exporting, found, softmax_bac
 from fem.ops.common.precision import without_autocast
 from fem.ops.common.read import Read, connected_zeros, read_free, rounded
 from fem.ops.common.tokens import Tokens
+from fem.ops.softmax.composed_read import composed_read
 from fem.ops.softmax.exact import definition
 from fem.ops.softmax.free_energy import free_energy_read
-from fem.ops.softmax.kernel_read import kernel_read
 from fem.ops.softmax.one_query import one_query_read
 from fem.ops.softmax.support import Support, support
 
@@ -37,7 +37,7 @@ def softmax_read(
 ) -> Read:
     """`fem.functional.softmax_read` of checked arguments, with `tokens` in the place of masks and documents.
 
-    span: as in `kernel_read`, for values that were clipped. Results have the dtype of q, k and v together, under
+    span: as in `composed_read`, for values that were clipped. Results have the dtype of q, k and v together, under
     autocast too.
     """
     dtype = torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype))
@@ -71,7 +71,7 @@ def _by_attention(q, k, v, f, beta, rules: Support, span: float) -> Read:
             step = _one_query(q)
             return step(q[:, 0], keys, values, free_values, beta, mask_of_one(rules, k), rules.scale, f is v)
     if exporting() or q.is_cuda:
-        return kernel_read(q, k, v, f, beta, rules, span)
+        return composed_read(q, k, v, f, beta, rules, span)
     return free_energy_read(q, k, v, f, beta, rules, True)
 
 

@@ -57,7 +57,7 @@ LEAST_BLOCK = 8  # channels of a program: b and c have a gradient for each
 
 
 @triton.jit
-def loaded(
+def load_step(
     delta, log_delta, log_b, log_c, v, f, token, v_row, f_row, W, channel, state, N: tl.constexpr, HAS_V: tl.constexpr,
     HAS_F: tl.constexpr,
 ):  # fmt: skip
@@ -125,11 +125,11 @@ def ssm_kernel(
             weight, lost, mean, free, rate[:, None], ends, end, every, piece, both, HAS_V, HAS_F
         )
     first = row * T + begin
-    ahead = loaded(delta, log_delta, log_b, log_c, v, f, first, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
+    ahead = load_step(delta, log_delta, log_b, log_c, v, f, first, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
     for t in range(count):
         step, height, value, energy, into, out = ahead
         token, following = first + t, first + tl.minimum(t + 1, count - 1)
-        ahead = loaded(
+        ahead = load_step(
             delta, log_delta, log_b, log_c, v, f, following, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
         )
         if KEPT and not ENDS and t % CHUNK == 0:
@@ -209,11 +209,11 @@ def ssm_backward_kernel(
         first, count = row * T + chunk * CHUNK, tl.minimum(T - chunk * CHUNK, CHUNK)
         weight, mean, free = cells_at(kept_weight, kept_mean, kept_free, at, both, HAS_V, HAS_F)
         lost = none
-        ahead = loaded(delta, log_delta, log_b, log_c, v, f, first, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
+        ahead = load_step(delta, log_delta, log_b, log_c, v, f, first, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
         for j in range(count):
             step, height, value, energy, into, out = ahead
             following = first + tl.minimum(j + 1, count - 1)
-            ahead = loaded(
+            ahead = load_step(
                 delta, log_delta, log_b, log_c, v, f, following, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
             )
             keep_cells(old_weight, old_mean, old_free, old, both, weight, mean, free, HAS_V, HAS_F)
@@ -224,7 +224,7 @@ def ssm_backward_kernel(
         token = first + count - 1
         old -= W * N
         place = token * W + channel
-        ahead = loaded(delta, log_delta, log_b, log_c, v, f, token, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
+        ahead = load_step(delta, log_delta, log_b, log_c, v, f, token, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
         earlier = cells_at(old_weight, old_mean, old_free, old, both, HAS_V, HAS_F)
         read = read_at(weights, means, frees, d_weights, d_means, d_frees, place, live, HAS_V, HAS_F)
         for j in range(count):
@@ -235,7 +235,7 @@ def ssm_backward_kernel(
             total, mean_read, free_read, d_total, d_mean, d_free = read
             following = tl.maximum(token - 1, first)
             old -= W * N * tl.minimum(token - first, 1)
-            ahead = loaded(
+            ahead = load_step(
                 delta, log_delta, log_b, log_c, v, f, following, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
             )
             earlier = cells_at(old_weight, old_mean, old_free, old, both, HAS_V, HAS_F)
@@ -304,7 +304,7 @@ def states_by_kernels(memory: Terms | None, x: SsmInputs) -> tuple[Terms, Terms]
     return Terms(*out[:3]), Terms(*(part.mT for part in out[3:]))
 
 
-def sizes_of(rank: int) -> dict[str, int]:
+def cell_sizes(rank: int) -> dict[str, int]:
     """What the kernels are built for, by the number of states."""
     states = next_power_of_2(rank)
     block = max(LEAST_BLOCK, CELLS // states)
@@ -313,7 +313,7 @@ def sizes_of(rank: int) -> dict[str, int]:
 
 def _launch(x: SsmInputs) -> tuple[tuple[int, int], dict]:
     """The grid, and the sizes and flags of either kernel."""
-    (batch, time, width), sizes = x.delta.shape, sizes_of(x.a.shape[1])
+    (batch, time, width), sizes = x.delta.shape, cell_sizes(x.a.shape[1])
     flags = {"HAS_V": x.v.shape[2] > 0, "HAS_F": x.f.shape[2] > 0}
     return (cdiv(width, sizes["BLOCK"]), batch), {"T": time, "W": width} | sizes | flags
 

@@ -15,7 +15,7 @@ from fem.functional import softmax_read
 from fem.ops.common.precision import fallbacks
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax import card_attention as card
-from fem.ops.softmax import exact, kernel_read
+from fem.ops.softmax import composed_read, exact
 from fem.ops.softmax.softmax_read import softmax_read as read_op
 from fem.ops.softmax.softmax_read import without_masked
 from fem.ops.softmax.support import Support, bounds, support
@@ -44,7 +44,7 @@ def composed(q, k, v, beta, *, causal=True, window=None, key_mask=None, segment_
         first, end = bounds(rules, q.shape[1], k.shape[1], q.device)
         rules = rules._replace(first=first, end=end)
     k, v = (x if rules.keep is None else without_masked(x, rules.keep.expand(len(x), -1)) for x in (k, v))
-    return kernel_read.kernel_read(q, k, v, v, beta, rules)
+    return composed_read.composed_read(q, k, v, v, beta, rules)
 
 
 def spiked(v, beta, case):
@@ -106,7 +106,7 @@ RULES = {
 @torch.no_grad()
 def test_flex_attention_sees_what_a_row_may_see(rule, flexible, monkeypatch):
     """And so does attention under a table, on cards where FlexAttention does not run."""
-    monkeypatch.setattr(kernel_read, "widest_flexible", lambda device: math.inf if flexible else 0.0)
+    monkeypatch.setattr(composed_read, "widest_flexible", lambda device: math.inf if flexible else 0.0)
     arguments, rules = draw(150), RULES[rule]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -118,7 +118,7 @@ def test_flex_attention_sees_what_a_row_may_see(rule, flexible, monkeypatch):
 
 def test_a_card_that_does_not_multiply_bfloat16_reads_16_bits_in_float32(monkeypatch):
     for name in ("multiplies_bfloat16", "widest_flexible"):
-        monkeypatch.setattr(kernel_read, name, lambda device: 0)
+        monkeypatch.setattr(composed_read, name, lambda device: 0)
     leaves = [x.half().requires_grad_() for x in draw(40)]
     read, (wanted, exact) = composed(*leaves, window=9), definition(*leaves, window=9)
     sum(part.float().square().sum() for part in read).backward()
@@ -236,9 +236,9 @@ def test_reads_go_on_unfused_where_the_compiler_fails(monkeypatch):
     v, beta = torch.randn(1, 5, 1, 3), torch.ones(1, 3)
     inputs = v, v, beta, False
     with pytest.warns(UserWarning, match="no such target"):
-        found = card._try_compiled(kernel_read._prologue, *inputs)
-    assert {kernel_read._prologue} == card._UNCOMPILED
-    ((values, e), (shift, _)), (wanted, *_) = found, kernel_read._prologue(*inputs)
+        found = card._try_compiled(composed_read._prologue, *inputs)
+    assert {composed_read._prologue} == card._UNCOMPILED
+    ((values, e), (shift, _)), (wanted, *_) = found, composed_read._prologue(*inputs)
     assert torch.equal(values, wanted[0])
     assert torch.equal(e, wanted[1])
     assert shift.shape == (1, 1, 1, 3)
@@ -277,7 +277,7 @@ def test_a_bias_may_leave_a_row_nothing(shape, window, span):
 
 def test_values_within_a_span_need_no_flag(monkeypatch):
     """The span is the largest that counts as proven, and nothing that would read a value on the host is called."""
-    monkeypatch.setattr(kernel_read, "exact_where", None)
+    monkeypatch.setattr(composed_read, "exact_where", None)
     q, k, v, beta = draw(24)
     v = v.clamp(-1, 1) * (29 / beta)
     v[:, :2, :, 0] = torch.tensor([-29.0, 29.0])[:, None] / beta[:, 0]
@@ -285,7 +285,7 @@ def test_values_within_a_span_need_no_flag(monkeypatch):
     leaves = [x.requires_grad_() for x in (q, k, v, beta)]
     pairs = Support(True, 0.25)
     mine = *leaves[:3], leaves[2], leaves[3]
-    read = kernel_read.kernel_read(*mine, pairs, span=58.0)
+    read = composed_read.composed_read(*mine, pairs, span=58.0)
     wanted, exact = definition(*leaves)
     assert wanted.free_energy[:, -1, 0, 0].mul(beta[0, 0]).max() < -28
     torch.testing.assert_close([x.double() for x in read], [*wanted], rtol=1e-4, atol=1e-4)
@@ -295,7 +295,7 @@ def test_values_within_a_span_need_no_flag(monkeypatch):
     for got, other in zip(ours, theirs):
         torch.testing.assert_close(got.double(), other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
     with pytest.raises(TypeError):
-        kernel_read.kernel_read(*mine, pairs, span=58.1)
+        composed_read.composed_read(*mine, pairs, span=58.1)
 
 
 @pytest.mark.parametrize(("cap", "span"), [(None, torch.inf), (29.0, 58.0)])
@@ -311,7 +311,7 @@ def test_a_layer_with_a_cap_says_what_its_values_span(monkeypatch, cap, span):
 SCRIPT = """
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from fem.ops.softmax.kernel_read import kernel_read
+from fem.ops.softmax.composed_read import composed_read
 from fem.ops.softmax.support import Support
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -323,7 +323,7 @@ def collect(graph, inputs):
             if isinstance(x, torch.Tensor):
                 most.append(x.numel())
     return graph
-read = lambda q, k, v, beta: kernel_read(q, k, v, v, beta, Support(True, 0.3))
+read = lambda q, k, v, beta: composed_read(q, k, v, v, beta, Support(True, 0.3))
 collecting = aot_autograd(fw_compiler=collect, bw_compiler=collect)
 for time, spike, backend in ((24, 0.0, "aot_eager"), (24, 300.0, "aot_eager"), (512, 0.0, collecting)):
     torch._dynamo.reset()

@@ -13,7 +13,7 @@ from fem.ops.softmax.fused import doubt_kernels as kernels
 from fem.ops.softmax.fused.layer_form import SPANS, Form, Sizes, row_stride, strides
 
 
-class Known(NamedTuple):
+class Proof(NamedTuple):
     """What a free energy was read from, and what proves it."""
 
     q: Float[Tensor, "b t h dk"]
@@ -33,11 +33,11 @@ class Known(NamedTuple):
         return self.q.shape[1], apart
 
 
-def settle(known: Known, exact, flags, gates, ups, o, scale, eps, form: Form, sizes: Sizes) -> None:
+def settle(proof: Proof, exact, flags, gates, ups, o, scale, eps, form: Form, sizes: Sizes) -> None:
     """Compute the doubtful free energies: write them to `exact`, or where that is o, mixed and gated, to o."""
     kernels.doubtful_rows_kernel[sizes.spans](
-        *known, exact, flags, *gates, *ups, o, *known.sizes, sizes.tiles, scale, eps, *map(row_stride, known[:2]),
-        *strides(known.f), *map(row_stride, gates), **sizes.doubt, SHARED=form.shared, GATED=form.gated,
+        *proof, exact, flags, *gates, *ups, o, *proof.sizes, sizes.tiles, scale, eps, *map(row_stride, proof[:2]),
+        *strides(proof.f), *map(row_stride, gates), **sizes.doubt, SHARED=form.shared, GATED=form.gated,
         MIXED=exact is o, RANK=form.rank, COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
     )  # fmt: skip
 
@@ -67,19 +67,19 @@ class Doubt(NamedTuple):
 
 
 def through_doubt(
-    d_q, d_k, d_v, known: Known, flags, doubtful: Doubt, form: Form, scale: float, sizes: Sizes
+    d_q, d_k, d_v, proof: Proof, flags, doubtful: Doubt, form: Form, scale: float, sizes: Sizes
 ) -> Int[Tensor, "b hkv"]:
     """Add to d_q and d_k what goes through doubtful entries, and where that is raised write it to d_v's f."""
     d_f, batch = d_v[..., form.width - form.free :], len(d_q)
     exact, d_free, _, query_parts, _ = doubtful
-    inputs, rows = (*known, exact, flags, d_free), (*map(row_stride, known[:2]), *strides(known.f))
+    inputs, rows = (*proof, exact, flags, d_free), (*map(row_stride, proof[:2]), *strides(proof.f))
     raised = flags.new_empty(batch, form.kv_heads)
     kernels.doubtful_queries_backward_kernel[sizes.spans](
-        *inputs, d_q, query_parts, *known.sizes, sizes.tiles, scale, *rows, row_stride(d_q), **sizes.doubt,
+        *inputs, d_q, query_parts, *proof.sizes, sizes.tiles, scale, *rows, row_stride(d_q), **sizes.doubt,
         FLAGS=sizes.flags,
     )  # fmt: skip
     kernels.doubtful_keys_backward_kernel[(form.kv_heads, SPANS, batch)](
-        *inputs, d_k, d_f, raised, *known.sizes, sizes.tiles, scale, *rows, row_stride(d_k), *strides(d_f),
+        *inputs, d_k, d_f, raised, *proof.sizes, sizes.tiles, scale, *rows, row_stride(d_k), *strides(d_f),
         **sizes.doubt, FLAGS=sizes.group_flags,
     )  # fmt: skip
     return raised

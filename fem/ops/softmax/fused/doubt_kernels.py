@@ -48,7 +48,7 @@ def load_keys(
 
 
 @triton.jit
-def seen_keys(first, end, bound_batch, batch, row, time, CAUSAL: tl.constexpr):
+def load_bounds(first, end, bound_batch, batch, row, time, CAUSAL: tl.constexpr):
     """The keys that a row sees: from which on, and up to which."""
     if first is not None:
         at = batch * bound_batch + row
@@ -117,7 +117,7 @@ def doubtful_rows_kernel(
             if tl.max(doubtful.to(tl.int32)) != 0:
                 top = tl.full((CHANNELS,), float("-inf"), tl.float32)
                 summed = tl.zeros((CHANNELS,), tl.float32)
-                low, high = seen_keys(first_key, end_key, bound_batch, batch, row, time, CAUSAL)
+                low, high = load_bounds(first_key, end_key, bound_batch, batch, row, time, CAUSAL)
                 for start in range(low, high, KEYS):
                     key = start + tl.arange(0, KEYS)
                     keys, x, _, _, _ = load_keys(
@@ -178,7 +178,7 @@ def doubtful_queries_backward_kernel(
                 free_energy = tl.load(exact + at, doubtful, other=0.0).to(tl.float32)
                 d_row = tl.load(d_free + at, doubtful, other=0.0).to(tl.float32)
                 q_sum, tilt = tl.zeros((WIDE,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
-                low, high = seen_keys(first_key, end_key, bound_batch, batch, row, time, CAUSAL)
+                low, high = load_bounds(first_key, end_key, bound_batch, batch, row, time, CAUSAL)
                 for start in range(low, high, KEYS):
                     key = start + tl.arange(0, KEYS)
                     keys, x, _, _, _ = load_keys(
@@ -235,7 +235,7 @@ def doubtful_keys_backward_kernel(
                                 at = (token * heads + head) * FREE + channel
                                 free_energy = tl.load(exact + at, doubtful, other=0.0).to(tl.float32)
                                 d_row = tl.load(d_free + at, doubtful, other=0.0).to(tl.float32)
-                                low, high = seen_keys(first_key, end_key, bound_batch, batch, row, time, CAUSAL)
+                                low, high = load_bounds(first_key, end_key, bound_batch, batch, row, time, CAUSAL)
                                 log_p = log_probability(query, keys, lse_row, key, low, high, scale)
                                 w, d_s = weights(log_p, x, free_energy, d_row, rate, doubtful)
                                 k_sum += d_s[:, None] * query[None]

@@ -18,7 +18,7 @@ from torch import Tensor
 from fem.ops.common.part_kernels import sum_all
 from fem.ops.softmax.fused import bounded_attention, fused_attention
 from fem.ops.softmax.fused import elementwise_kernels as K
-from fem.ops.softmax.fused.doubt import Doubt, Known, settle, through_doubt
+from fem.ops.softmax.fused.doubt import Doubt, Proof, settle, through_doubt
 from fem.ops.softmax.fused.layer_form import Form, Options, Sizes, row_stride, rows_of_tile, sizes_of, strides
 
 BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
@@ -74,8 +74,8 @@ def read_parts(
     )
     if not form.free:
         return [o, *kept, out, lse]
-    known = Known(q, k, f, lse, out, *(seen[:2] or (None, None)), scheme, beta)
-    settle(known, o, flags, gates, ups, o, scale, eps, form, sizes)
+    proof = Proof(q, k, f, lse, out, *(seen[:2] or (None, None)), scheme, beta)
+    settle(proof, o, flags, gates, ups, o, scale, eps, form, sizes)
     return [o, *kept, beta, scheme, flags, out, lse]
 
 
@@ -130,7 +130,7 @@ def through_parts(
     f = _free_values(form, v, both, rest.pop(0) if form.apart else None)
     beta, scheme, flags, out = rest if form.free else (None, None, None, rest[0] if form.mixes else o)
     sizes = sizes_of(form, *q.shape[:2])
-    known = Known(q, k, f, lse, out, *(seen[:2] or (None, None)), scheme, beta)
+    proof = Proof(q, k, f, lse, out, *(seen[:2] or (None, None)), scheme, beta)
     doubtful = Doubt.of(q, beta, form, sizes) if form.free else None
     sums = []  # what tiles give small gradients, and these
 
@@ -147,7 +147,7 @@ def through_parts(
     if form.mixes:
         gate_parts = parts_of(totals.gates, math.prod(sizes.reads[1:]))
         d_out, d_ups = _through_gates(
-            d_out, known, flags, doubtful, o, gates, ups, d_gates, gate_parts, form, scale, eps, sizes
+            d_out, proof, flags, doubtful, o, gates, ups, d_gates, gate_parts, form, scale, eps, sizes
         )
     d_outs, values = ([x] if not form.twice else x.split_with_sizes(form.pieces, -1) for x in (d_out, both))
     if not seen:
@@ -164,7 +164,7 @@ def through_parts(
         d_q, d_k, d_both = bounded_attention.bounded_attention_backward(*inputs)
     raised = theta_parts = d_eta = None
     if form.free:
-        raised = through_doubt(d_q, d_k, to_v, known, flags, doubtful, form, scale, sizes)
+        raised = through_doubt(d_q, d_k, to_v, proof, flags, doubtful, form, scale, sizes)
         theta_parts = doubtful.value_parts
     if form.context:
         d_eta = v.new_empty(v.shape)
@@ -184,10 +184,10 @@ def through_parts(
 
 
 def _through_gates(
-    grad, known, flags, doubtful: Doubt | None, o, gates, ups, d_gates, parts, form: Form, scale, eps, sizes
+    grad, proof, flags, doubtful: Doubt | None, o, gates, ups, d_gates, parts, form: Form, scale, eps, sizes
 ):
     """The gradient of [mean | R], and those of the second maps of slim gates; writes those of the gates' columns."""
-    q, out, scheme, beta = known.q, known.out, known.scheme, known.beta
+    q, out, scheme, beta = proof.q, proof.out, proof.scheme, proof.beta
     there = [gate is not None for gate in gates]
     slim = out.new_empty(sum(there), *q.shape[:3], form.width) if form.rank else None
     targets = iter(slim if form.rank else [d for d in d_gates if d is not None])
@@ -196,7 +196,7 @@ def _through_gates(
     exact = d_free = query_parts = None
     if doubtful is not None:
         exact, d_free, _, query_parts, _ = doubtful
-        settle(known, exact, flags, inputs, ups, o, scale, eps, form, sizes)
+        settle(proof, exact, flags, inputs, ups, o, scale, eps, form, sizes)
     d_out = torch.empty_like(out)
     K.mix_backward_kernel[sizes.reads](
         grad, out, *inputs, *ups, scheme, beta, exact, flags, d_out, *outputs, parts, d_free, query_parts,

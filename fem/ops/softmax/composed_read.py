@@ -23,7 +23,7 @@ from fem.ops.softmax.support import Support
 _PROVEN_SPAN = 58.0  # nats: the shift takes up to log 2 more, the rounding of p and e the rest to 60
 
 
-def kernel_read(
+def composed_read(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, beta: Tensor, support: Support, span: float = math.inf
 ) -> Read:
     """The mean of v and the free energy of f under a softmax prior, as a chain of torch's own operations.

@@ -5,7 +5,7 @@
 
 Beside that kernel there are five launches forward, one of them for the memory after the last token, and three backward,
 one of them for the sums of beta's gradient; a state in and out has two more. The host waits once, forward, to see
-whether anything is in doubt; `mixed_read`, which has no memory, reads that on the card.
+whether anything is in doubt; `linear_mixed_read`, which has no memory, reads that on the card.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CELLS = 8  # key channels of a memory that are read together
 MISCOMPILES = "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"
 
 
-def kernel_read(
+def fla_read(
     again: Callable[..., list[Tensor]], stated: bool, memory: Terms, x: LinearInputs
 ) -> tuple[Terms, Terms] | None:
     """The read of every token in v's dtype, and the memory after the last in float32; None where either is in doubt.
@@ -47,16 +47,16 @@ def kernel_read(
     beta, *memory = (part.contiguous() for part in (x.beta, *memory))
     f = None if x.f is x.v else x.f
     tensors = (x.q, x.k, x.g, x.opens, x.v, f, beta, *memory)
-    *found, raised = _KernelRead.apply(again, stated, differentiated(*tensors), *tensors)
+    *found, raised = _FlaRead.apply(again, stated, differentiated(*tensors), *tensors)
     return None if raised.cpu().any() else (Terms(*found[:3]), Terms(*found[3:]))
 
 
-class _KernelRead(torch.autograd.Function):
+class _FlaRead(torch.autograd.Function):
     """The read, the memory after it and each head's flag of doubt."""
 
     @staticmethod
     def forward(ctx, again, stated, learnt, q, k, g, opens, v, f, beta, *memory):
-        sizes = Sizes.of(v.shape[3], beta.shape[1], q.shape[3])
+        sizes = ScanSizes.of(v.shape[3], beta.shape[1], q.shape[3])
         with on(v.device):
             inputs, scheme, heaviest, raised = packed(sizes, stated, q, k, g, v, v if f is None else f, beta, memory)
             sums, last = with_graph(inputs, opens, learnt)
@@ -110,7 +110,7 @@ class _KernelRead(torch.autograd.Function):
         return None, None, None, d_q.to(q.dtype), d_k.to(k.dtype), d_g, None, d_v, d_f, tilts.sum(0), *d_memory
 
 
-class Sizes(NamedTuple):
+class ScanSizes(NamedTuple):
     """Widths of a head's mean, free energy and keys, and what kernels are built for."""
 
     mean: int
@@ -122,7 +122,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     @lru_cache(256)
-    def of(cls, mean: int, free: int, key: int) -> Sizes:
+    def of(cls, mean: int, free: int, key: int) -> ScanSizes:
         power = next_power_of_2
         width = 16 * cdiv(mean + free + 2, 16)
         blocks = {"COLUMNS": power(max(free, 1)), "BROAD": power(max(mean, 1)), "WIDE": power(key)}
@@ -143,8 +143,8 @@ class Sizes(NamedTuple):
 
 
 def packed(
-    sizes: Sizes, stated: bool, q, k, g, v, f, beta, memory, theta: Tensor | None = None, start: float | None = None,
-    opens: Bool[Tensor, "b t"] | None = None,
+    sizes: ScanSizes, stated: bool, q, k, g, v, f, beta, memory, theta: Tensor | None = None,
+    start: float | None = None, opens: Bool[Tensor, "b t"] | None = None,
 ) -> tuple[list[Tensor | None], Tensor, Tensor, Tensor]:  # fmt: skip
     """What the kernel of linear attention gets: q, k, items, g and the state; the scheme; the most that each key
     channel weighs, 0 where it holds nothing; and the flags of doubt (B, H).
@@ -207,7 +207,7 @@ def taken(given: int, key: int, device: torch.device) -> int:
 
 
 def unpacked(
-    sizes: Sizes, sums: Tensor, weigh: Tensor, scheme, beta, raised, dtype: torch.dtype, doubtful=None, cells=False
+    sizes: ScanSizes, sums: Tensor, weigh: Tensor, scheme, beta, raised, dtype: torch.dtype, doubtful=None, cells=False
 ) -> Terms:
     """The read (B, T, H, ..) for which rows of sums stand, or the memory (B, H, d_k, ..) for which its cells do; marks
     in `doubtful` (B, H, T) what they do not prove."""
@@ -222,7 +222,7 @@ def unpacked(
 
 
 def through_unpack(
-    sizes: Sizes, sums, weigh, scheme, beta, grads, tilt: Tensor, cells: bool, slope: bool = False
+    sizes: ScanSizes, sums, weigh, scheme, beta, grads, tilt: Tensor, cells: bool, slope: bool = False
 ) -> Tensor:
     """The gradient of the sums; writes to `tilt` what tiles give beta's, where `slope` theta's."""
     batch, heads, rows = scheme.shape[0], scheme.shape[1], sums.shape[2 if cells else 1]
@@ -236,7 +236,7 @@ def through_unpack(
     return d_sums
 
 
-def _through_pack(sizes: Sizes, d_items, d_decay, g, v, f, beta, scheme, tilt) -> tuple[Tensor | None, ...]:
+def _through_pack(sizes: ScanSizes, d_items, d_decay, g, v, f, beta, scheme, tilt) -> tuple[Tensor | None, ...]:
     """Gradients of g, v and f; writes to `tilt` what tiles give beta's."""
     source = v if f is None else f
     source = source if source.stride(3) == 1 else source.contiguous()
@@ -250,7 +250,7 @@ def _through_pack(sizes: Sizes, d_items, d_decay, g, v, f, beta, scheme, tilt) -
 
 
 def launch_pack_backward(
-    sizes: Sizes, d_items, d_decay, g, f, beta, scheme, d_g, d_v, d_f, tilt, logits=False, slope=False
+    sizes: ScanSizes, d_items, d_decay, g, f, beta, scheme, d_g, d_v, d_f, tilt, logits=False, slope=False
 ):
     """Write d_v and d_f, or where that is None d_v for both; `tilt`; and d_g, None where it is d_decay itself."""
     batch, time, heads = f.shape[:3]
@@ -263,7 +263,7 @@ def launch_pack_backward(
     )  # fmt: skip
 
 
-def _through_entry(sizes: Sizes, d_state, scheme, beta, memory, tilt) -> list[Tensor]:
+def _through_entry(sizes: ScanSizes, d_state, scheme, beta, memory, tilt) -> list[Tensor]:
     """Gradients of the memory; writes to `tilt` what heads give beta's."""
     batch, heads = scheme.shape[:2]
     grads = [torch.empty_like(x) for x in memory]

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-class Form(NamedTuple):
+class LinearForm(NamedTuple):
     """Widths of a layer and the parts that it has; all numbers, as an operator takes them.
 
     mean, free: channels of a head that read either; shared: they are the same ones, which lambda mixes. rank: of slim
@@ -66,10 +66,10 @@ class Form(NamedTuple):
         return self.by_heads(F.linear(x[..., -self.context :].flatten(0, 1), scale).view(*x.shape[:2], -1))
 
 
-class Options(NamedTuple):
+class LinearOptions(NamedTuple):
     """What a read is called with beside tensors."""
 
-    form: Form
+    form: LinearForm
     eps: float
     beta_start: float  # beta = softplus(theta + beta_start)
 

@@ -4,7 +4,7 @@
     o = outer gate of (1 - lambda) mean + lambda F of the read by phi(q), phi(k), v and g            (Eq. 4, 7, 10, 11)
 
 The kernels read and write columns of the product, so that one product makes dW and one dx. The read is that of
-`kernel_read`, without a memory before it; what its sums do not prove is read again on the card, where flags say so. A
+`fla_read`, without a memory before it; what its sums do not prove is read again on the card, where flags say so. A
 document begins with a decay to 0. The host never waits.
 """
 
@@ -23,7 +23,7 @@ from fem.ops.common.own_backward import OwnBackward
 from fem.ops.common.part_kernels import summed
 from fem.ops.common.read import Terms
 from fem.ops.common.token_kernels import launch_gate
-from fem.ops.linear_attention import kernel_read as scan
+from fem.ops.linear_attention import fla_read as scan
 from fem.ops.linear_attention.doubtful_tokens import (
     Scan,
     read_doubtful,
@@ -32,14 +32,14 @@ from fem.ops.linear_attention.doubtful_tokens import (
     through_doubtful_decays,
 )
 from fem.ops.linear_attention.feature_kernels import launch_features
-from fem.ops.linear_attention.layer_form import Form, Options, logits_of
+from fem.ops.linear_attention.linear_form import LinearForm, LinearOptions, logits_of
 
 EVEN = 8  # numbers of 16 bits: rows of another width are multiplied slowly
 NEVER = 1e4  # logits of a decay by nothing
 
 
-def mixed_read(
-    options: Options,
+def linear_mixed_read(
+    options: LinearOptions,
     weights: Weights,
     biases: Biases,
     x: Float[Tensor, "b t f"],
@@ -61,15 +61,15 @@ def mixed_read(
     """
     ups = value_scale, inner_up, inner_bias, outer_up, outer_bias
     tensors = (x, *_joined(x, weights, biases, ups), theta, cos, sin, opens)
-    return _MIXED_READ(tensors, *options)[0]
+    return _LINEAR_MIXED_READ(tensors, *options)[0]
 
 
-def prefill(
-    options: Options, weights: Weights, biases: Biases, x: Float[Tensor, "b t f"], *inputs: Tensor | None
+def linear_prefill(
+    options: LinearOptions, weights: Weights, biases: Biases, x: Float[Tensor, "b t f"], *inputs: Tensor | None
 ) -> tuple[Float[Tensor, "b t h d"], Terms]:
-    """o of `mixed_read`, in eager calls without gradients, and the memory after the last token.
+    """o of `linear_mixed_read`, in eager calls without gradients, and the memory after the last token.
 
-    inputs: those of `mixed_read`, and which tokens are read, (B, T), or None. The others add and decay nothing.
+    inputs: those of `linear_mixed_read`, and which tokens are read, (B, T), or None. The others add and decay nothing.
     """
     *ups, theta, cos, sin, opens, keep = inputs
     tensors = (x, *_joined(x, weights, biases, ups), theta, cos, sin, opens)
@@ -88,7 +88,7 @@ def _joined(x: Tensor, weights: Weights, biases: Biases, ups: Sequence[Tensor | 
     return [weight, bias, *others]
 
 
-class _MixedRead(OwnBackward):
+class _LinearMixedRead(OwnBackward):
     """The results: those of `_read`."""
 
     name, graphed, fixed, kept = "linear_mixed_read", True, ("cos", "sin", "opens"), 1
@@ -102,10 +102,10 @@ class _MixedRead(OwnBackward):
         return _read(tensors, *options, differentiated)[0]
 
     def empty_results(self, tensors, form, *numbers):
-        (x, weight), opens, form = tensors[:2], tensors[-1], Form(*form)
+        (x, weight), opens, form = tensors[:2], tensors[-1], LinearForm(*form)
         empty, heads = lambda: x.new_empty(0), lambda width: x.new_empty(*x.shape[:2], form.heads, width)
         made = lambda *shape: x.new_empty(shape, dtype=torch.float32)  # noqa: E731
-        widths = (form.key, form.key, scan.Sizes.of(form.mean, form.free, form.key).width)
+        widths = (form.key, form.key, scan.ScanSizes.of(form.mean, form.free, form.key).width)
         decays = scan.taken(max(form.decays, opens is not None), form.key, x.device)
         items = [heads(width).to(scan.multiplied(x, decays)) for width in widths]
         rest = x.new_empty(*x.shape[:2], len(weight) - form.keys)
@@ -118,7 +118,7 @@ class _MixedRead(OwnBackward):
         return [heads(form.width), *kept, heads(form.mean), heads(form.free)]
 
     def backward(self, grads, tensors, kept, form, eps, start):
-        (x, weight, bias, scale, *ups, theta, cos, sin, opens), form = tensors, Form(*form)
+        (x, weight, bias, scale, *ups, theta, cos, sin, opens), form = tensors, LinearForm(*form)
         (rest, values, *items), (scheme, beta, raised, doubtful, mean, free) = kept[:6], kept[6:]
         raw, *gates, decay = form.parts(rest)
         values = values if form.context else raw
@@ -128,7 +128,7 @@ class _MixedRead(OwnBackward):
         to_values, *d_gates, d_decay = form.parts(d_rest)
         d_values = torch.empty_like(values) if form.context else to_values
         d_rest[..., sum(form.columns) :].zero_()
-        sizes = scan.Sizes.of(form.mean, form.free, form.key)
+        sizes = scan.ScanSizes.of(form.mean, form.free, form.key)
         tilts = beta.new_empty(2, rest.shape[0] * sizes.tiles(rest.shape[1]), *beta.shape)  # what tiles give theta's
         slope = theta is not None
         items, (sums, _) = scan.graph_of(items, None, last=False)
@@ -169,7 +169,7 @@ class _MixedRead(OwnBackward):
         return [d_x.view(x.shape), flat.T @ features, *d_bias, *d_scale, *d_ups, *d_theta]
 
 
-_MIXED_READ = _MixedRead()
+_LINEAR_MIXED_READ = _LinearMixedRead()
 
 
 def _read(
@@ -179,7 +179,7 @@ def _read(
     """o, and what the backward needs: the columns behind q and k, with a conditioner the values; q, k, items and decay
     of the scan, scheme and beta, which tokens are in doubt, mean and F; empty is what is missing. And the memory after
     the last token, where `stated`."""
-    (x, weight, bias, scale, *ups, theta, cos, sin, opens), form, memory = tensors, Form(*form), None
+    (x, weight, bias, scale, *ups, theta, cos, sin, opens), form, memory = tensors, LinearForm(*form), None
     phi = _features(form, x, weight, bias, cos, sin, eps)
     rest = F.linear(x, weight[form.keys :], None if bias is None else bias[form.keys :])
     values, *gates, decay = form.parts(rest)
@@ -192,7 +192,7 @@ def _read(
         if decay is not None:
             decay.masked_fill_(hidden, NEVER)
     v, f = form.pair(values)
-    sizes = scan.Sizes.of(form.mean, form.free, form.key)
+    sizes = scan.ScanSizes.of(form.mean, form.free, form.key)
     beta = torch.empty(form.heads, form.free, dtype=torch.float32, device=x.device)
     given = *phi, decay, v, f, beta, [None] * 3, theta, start, opens
     items, scheme, heaviest, raised = scan.packed(sizes, False, *given)
@@ -211,7 +211,7 @@ def _read(
     return [o, *(x.new_empty(0) if y is None else y for y in kept)], memory
 
 
-def _features(form: Form, x, weight, bias, cos, sin, eps: float) -> list[Float[Tensor, "b t h d"]]:
+def _features(form: LinearForm, x, weight, bias, cos, sin, eps: float) -> list[Float[Tensor, "b t h d"]]:
     """phi of queries and keys, which themselves nothing needs any more."""
     keys = F.linear(x, weight[: form.keys], None if bias is None else bias[: form.keys])
     q, k = map(form.by_heads, keys.chunk(2, -1))
@@ -220,12 +220,12 @@ def _features(form: Form, x, weight, bias, cos, sin, eps: float) -> list[Float[T
     return phi
 
 
-def _split(form: Form) -> bool:
+def _split(form: LinearForm) -> bool:
     """Whether some channels read the mean and others the free energy."""
     return not form.shared and form.mean > 0 and form.free > 0
 
 
-def _row(form: Form, columns: Tensor) -> int | None:
+def _row(form: LinearForm, columns: Tensor) -> int | None:
     """Numbers between the logits of tokens; None: those of slim gates lie side by side."""
     return None if form.rank else columns.shape[-1]
 
