@@ -1,4 +1,4 @@
-"""The maps of a layer's features together on a GPU: as one product in eager calls, by one launch of a graph's token."""
+"""The maps of a layer's features together on a GPU: as one product of rows, by one launch of a graph's token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fem import fused_layer
 from fem.gates import SlimProjection, first_map
-from fem.ops.common.backend import differentiated, plain_tensors
+from fem.ops.common.backend import differentiated, exporting, plain_tensors
 from fem.ops.common.precision import product_dtype
 from fem.priors import OURS
 
@@ -25,14 +25,17 @@ def columns(
     for themselves where a prior is a user's own, or gates of one token are of a higher rank.
 
     None where nothing is gained: of one token in eager calls, where the host is slower at it, unless a CUDA graph is
-    captured, and under gradients; of more in graphs. Nor where an adapter, a hook or sharding has taken a map over.
+    captured, and under gradients; of more in graphs without gradients, which read each weight where it lies. Nor where
+    an adapter, a hook or sharding has taken a map over.
     """
     if not (fused_layer.available(features) and features.numel() and product_dtype(features) in DTYPES):
         return None
     one, graph = features.shape[1] == 1, torch.compiler.is_compiling()
     if one and (features.shape[0] > MOST_ROWS or not (graph or torch.cuda.is_current_stream_capturing())):
         return None
-    if (graph and not one) or not plain_tensors(features):
+    if graph and not one and (exporting() or not torch.is_grad_enabled()):
+        return None
+    if not plain_tensors(features):
         return None
     prior, gate, scales = layer.prior, layer.gate, [] if layer.value_scale is None else [layer.value_scale]
     # Columns of a product are kept together: queries and keys, which are turned, would stay beside what they became.

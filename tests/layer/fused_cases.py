@@ -444,9 +444,17 @@ def test_the_maps_of_a_row_are_one_product(name, monkeypatch):
     monkeypatch.setattr(fused_layer, "mixed", lambda *call: None)
     monkeypatch.setattr(joint_maps, "DTYPES", (torch.float32,))
     monkeypatch.setattr(joint_maps, "_of_a_row", lambda *given: products.append(1) or product(*given))
-    found = errors(layer, torch.randn(2, 9, 20))
+    x = torch.randn(2, 9, 20)
+    found = errors(layer, x)
     assert max(found.values()) < 2e-5, found
     assert len(products) == 1
+    torch._dynamo.reset()
+    graph = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(*(trained(one, x, torch.ones_like(x)) for one in (graph, layer)), rtol=1e-5, atol=1e-5)
+    assert len(products) == 3
+    with torch.no_grad():  # whose graph reads each weight where it lies
+        torch.testing.assert_close(graph(x), layer(x), rtol=1e-5, atol=1e-5)
+    assert len(products) == 4
 
 
 def hooked(layer):
