@@ -103,8 +103,9 @@ def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens) -> Memor
     keep, document = (tokens.keep, tokens.keep, True), (tokens.start, tokens.document, 0)
     for name, (brought, mark, usual) in {"keep": keep, "document": document}.items():
         if name in memory or brought is not None:
-            before, now = (torch.full((k.shape[0], n), usual, device=k.device) for n in (old, k.shape[2]))
-            marks[name] = torch.cat([memory.get(name, before), now if mark is None else mark], 1)
+            parts = (memory.get(name), old), (mark, k.shape[2])
+            parts = [torch.full((k.shape[0], n), usual, device=k.device) if x is None else x for x, n in parts]
+            marks[name] = torch.cat(parts, 1)
     return marks
 
 

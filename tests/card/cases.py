@@ -13,7 +13,7 @@ from measure import BFLOAT16, FUSED, LAYERS, MODES, RECORD, REGISTERS, build, de
 from situations import SITUATIONS
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, DynamicCache, LlamaConfig, LlamaForCausalLM
 from triton.compiler import CompiledKernel
 
 from fem import PRIORS, FreeEnergyMixerConfig
@@ -454,6 +454,44 @@ def test_a_prompt_waits_for_nothing(prior, marks, most):
         layer(x, return_state=True, **marks)
     assert not events.waits, events.summary()
     assert events.launches <= most + 8 * (not COUNTED), events.summary()
+
+
+@full
+@torch.no_grad()
+@pytest.mark.parametrize("marks, fields, most", [
+    ({}, {}, 13), (PADDING, {}, 15), ({}, {"window": 64}, 14), (PADDING, {"window": 64}, 16),
+])  # fmt: skip
+def test_a_token_reads_the_cache_as_it_lies(marks, fields, most):
+    """No key or value is copied because some are masked."""
+    layer, x = build(256, 4, **fields).bfloat16().eval(), tokens(2, 1).bfloat16()
+    _, state = layer(tokens().bfloat16(), return_state=True, **marks)
+    for _ in range(3):
+        with card.record() as events:
+            _, state = layer(x, state=state, return_state=True)
+    assert not events.waits, events.summary()
+    assert events.launches <= most, events.summary()
+
+
+@full
+@torch.no_grad()
+@pytest.mark.parametrize("hidden, most", [(0, 46), (9, 47)])
+def test_a_replaced_layers_token_reads_the_cache_as_it_lies(hidden, most):
+    """The original takes 40 launches, and 46 under a mask."""
+    taken = []
+    for layers in (1, 2):
+        sizes = {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+        model = replace_attention(LlamaForCausalLM(LlamaConfig(intermediate_size=256, **sizes, **IDS)))
+        model, cache = model.cuda().bfloat16().eval(), DynamicCache(config=model.config)
+        ids = torch.zeros(2, 64, dtype=torch.long, device="cuda")
+        for time in (64, 1, 1, 1):
+            mask = torch.ones(2, cache.get_seq_length() + time, dtype=torch.long, device="cuda")
+            mask[:, :hidden] = 0
+            with card.record() as events:
+                model(ids[:, :time], past_key_values=cache, attention_mask=mask if hidden else None)
+        taken.append((events.launches, events.waits))
+    launches, waits = (more - fewer for fewer, more in zip(*taken))
+    assert launches <= most
+    assert not waits
 
 
 @full

@@ -35,6 +35,7 @@ LOOSE = {
     "scores of 1,000": 3e-5,
     "spans about a quarter of a nat": 2e-6,
     "bfloat16": 1e-2,
+    "a bias of 16 bits": 1e-2,
     "float16": 1e-3,
     "rotation in bfloat16": 1e-2,
     "weights of 60 nats": 5e-6,

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from reads import of_one_query
 
-from fem import FreeEnergyMixerConfig
+from fem import FreeEnergyMixerConfig, functional
 from fem.gates import TwoLevelGate
 from fem.ops.common import rope
 from fem.ops.common.read import Read
 from fem.ops.common.row_maps import row_maps
 from fem.ops.common.token_kernels import append_token, gated, rotated_token
-from fem.ops.softmax import one_query_kernels
+from fem.ops.softmax import one_query_kernels, softmax_read
 
 torch.set_num_threads(1)
 READS = {
@@ -28,7 +28,13 @@ READS = {
     "no mean": {"mean": 0, "shared": False},
     "no free energy": {"free": 0, "shared": False},
     "a mask that hides all of one row": {"masked": True, "time": 301},
+    "keys that do not exist, of NaN": {"masked": True, "time": 301, "hidden": torch.nan, "exist": True},
+    "a last key that does not exist": {"masked": True, "hidden": 1e30, "exist": True, "last": False},
+    "small beta, a last key that does not exist": {"beta": 1e-5, "masked": True, "hidden": 0.0, "last": False},
+    "a mask that hides NaN": {"masked": True, "time": 301, "hidden": torch.nan},
+    "keys of a pair that do not exist": {"masked": True, "hidden": torch.inf, "mean": 5, "free": 3, "shared": False},
     "a bias of each head": {"biased": True},
+    "a bias of 16 bits": {"biased": True, "dtype": torch.bfloat16},
     "spans of 1,000 nats": {"scale_of_values": 400.0},
     "a spike": {"spike": 1e4, "time": 301},
     "a hidden spike": {"spike": 1e4, "masked": True, "time": 301},
@@ -46,8 +52,9 @@ READS = {
 
 def draw(
     time=37, heads=2, mean=7, free=7, shared=True, masked=False, biased=False, scale_of_values=1.0, spike=0.0,
-    beta=None, scale_of_keys=1.0, transposed=False, dtype=torch.float32, lowered=0.0,
+    beta=None, scale_of_keys=1.0, transposed=False, dtype=torch.float32, lowered=0.0, hidden=None, last=True,
 ):  # fmt: skip
+    """hidden: what keys and values hold that a query does not see."""
     torch.manual_seed(0)
     rows, kv_heads, width = 2, 2, 10
 
@@ -66,6 +73,11 @@ def draw(
     if biased:
         mask = torch.randn(1, heads, time)
     mask[..., time // 3] += lowered
+    if not last:
+        mask[..., -1] = -torch.inf
+    if hidden is not None:
+        k, v, f = (x.masked_fill(torch.isneginf(mask)[..., None], hidden) for x in (k, v, f))
+        f = v if shared else f
     q, k, v, f = (x.to(dtype) for x in (q, k, v, f))
     return q, k, v, v if shared else f, rate, mask if masked or biased or lowered else None, width**-0.5, shared
 
@@ -78,10 +90,38 @@ def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def of_read(case: dict) -> float:
     one_query_kernels.NUMBERS = case.get("NUMBERS", 1024)
-    inputs = draw(**{name: value for name, value in case.items() if name != "NUMBERS"})
-    found = one_query_kernels.read_one_query(*inputs)
+    inputs = draw(**{name: value for name, value in case.items() if name not in ("NUMBERS", "exist")})
+    mask = inputs[5] == 0 if case.get("exist") else inputs[5]
+    found = one_query_kernels.read_one_query(*inputs[:5], mask, *inputs[6:])
     assert all(x.dtype == inputs[0].dtype for x in found)
     return max(map(far, found, of_one_query(*inputs[:-1])))
+
+
+def of_marks(rules: dict) -> float:
+    """Of one query with what tells it which keys it sees; the others hold NaN, where a mask says so."""
+    q, k, v, _, rate, *_ = draw(time=61, heads=4)
+    q, k, v = q[:, None], k.transpose(1, 2), v.transpose(1, 2)
+    keep, bias = (
+        torch.rand(2, 61) < 0.6,
+        torch.randn(2, 4, 1, 61).masked_fill(torch.rand(2, 1, 1, 61) < 0.3, -torch.inf),
+    )
+    keep[0, -1], keep[1, -1] = False, True
+    marks = {
+        "key_mask": keep,
+        "bias": bias if "key_mask" in rules else bias[0, 0, 0],
+        "segment_ids": torch.arange(61).expand(2, -1) // 23,
+        "window": rules.get("window"),
+    }
+    if "key_mask" in rules:
+        k, v = (x.masked_fill(~keep[..., None, None], torch.nan) for x in (k, v))
+    how = {name: marks[name] for name in rules}
+    return max(
+        map(
+            far,
+            functional.softmax_read(q, k, v, rate, **how),
+            functional.softmax_read(q, k, v, rate, **how, backend="reference"),
+        )
+    )
 
 
 def of_gates(fields: dict) -> float:
@@ -144,6 +184,16 @@ def of_maps(rows: int, dtype: torch.dtype) -> float:
     return max(map(far, row_maps(inputs, weights, ups, biases), wanted))
 
 
+MARKS = {
+    "a mask of keys": {"key_mask": True},
+    "a mask and a bias": {"key_mask": True, "bias": True},
+    "one bias for all": {"bias": True},
+    "documents": {"segment_ids": True},
+    "documents and a mask": {"segment_ids": True, "key_mask": True},
+    "a window": {"window": 7},
+    "a window and a mask": {"window": 7, "key_mask": True},
+    "a window of all keys and a mask": {"window": 61, "key_mask": True},
+}
 GATES = {
     "both gates": {},
     "split values": {"free_share": 0.5},
@@ -168,6 +218,8 @@ MAPS = {
 
 def errors() -> dict[str, float]:
     errors = {name: of_read(case) for name, case in READS.items()}
+    softmax_read._has_kernels = lambda q: True
+    errors |= {name: of_marks(rules) for name, rules in MARKS.items()}
     errors |= {name: of_gates(fields) for name, fields in GATES.items()}
     errors |= {name: of_rotation(*turn) for name, turn in ROTATIONS.items()}
     errors |= {f"maps {name}": of_maps(*case) for name, case in MAPS.items()}

@@ -34,7 +34,7 @@ def check_mask(attention_mask, keys: int, further: dict) -> None:
         )
     packed = further.get("cu_seq_lens_q") is not None
     looks = isinstance(position, Tensor) and not position.is_meta and not torch.compiler.is_compiling()
-    if not packed and looks and position.dim() == 2:
+    if not packed and looks and position.dim() == 2 and position.shape[1] > 1:
         packed = _restarts(position)
     if packed:
         raise ValueError(

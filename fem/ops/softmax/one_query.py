@@ -43,7 +43,8 @@ def one_query_read(
     scores = q @ upcast(k).mT if looks else (q[..., None, :] * upcast(k)[:, :, None]).sum(-1)
     sees = None
     if mask is not None:
-        scores = scores + mask.expand(-1, heads, -1).unflatten(1, (k.shape[1], -1))
+        mask = mask.expand(-1, heads, -1).unflatten(1, (k.shape[1], -1))
+        scores = torch.where(mask == -torch.inf, mask, scores + mask)  # whatever a hidden key holds
         sees = scores.amax(-1, keepdim=True) > -torch.inf
         scores = scores.masked_fill(~sees, 0.0)
     log_p = scores.log_softmax(-1)

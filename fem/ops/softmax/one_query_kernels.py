@@ -4,11 +4,12 @@
     M = max_i (s_i + z_i)    E = sum_i e^{s_i + z_i - M}                 z_i = beta (f_i - c)
     F = c + (M - m + log(E / l)) / beta
 
-c is the f of the last key. Where no |z_i| of a channel exceeds 1/4, F is c + log(1 + S / l) / beta instead, of
-S = sum_i e^{s_i - m} (e^{z_i} - 1): that keeps the digits of F where beta is small. The first kernel reads a part of
-the keys a program, as flash decoding does, and the second puts the parts together. Numbers are float32 in registers,
-and exponents powers of 2. Each row of a block of keys has sums and maxima of its own until the last block, so that
-threads seldom wait for each other; raising a maximum takes no exponential of its own.
+c is the f of the last key, or 0. Where no |z_i| of a channel exceeds 1/4, F is c + log(1 + S / l) / beta instead, of
+S = sum_i e^{s_i - m} (e^{z_i} - 1): that keeps the digits of F where beta is small. Keys and values that a query does
+not see are passed over, whatever they hold. The first kernel reads a part of the keys a program, as flash decoding
+does, and the second puts the parts together. Numbers are float32 in registers, and exponents powers of 2. Each row of a
+block of keys has sums and maxima of its own until the last block, so that threads seldom wait for each other; raising a
+maximum takes no exponential of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fem.ops.common.backend import on
@@ -43,6 +44,26 @@ def raised(top, x):
     return tl.maximum(top, x), tl.where(rise > 0.0, fraction, 1.0), tl.where(rise > 0.0, 1.0, fraction)
 
 
+@triton.jit
+def load_added(mask, key, inside, MASKED: tl.constexpr):
+    """What is added to the scores of keys, in bits, -inf where they are not seen. MASKED: 1: the mask adds it; 2: the
+    mask tells which keys there are."""
+    x = tl.load(mask + key, inside, other=0)
+    if MASKED == 2:
+        return tl.where(x != 0, 0.0, float("-inf"))
+    else:
+        return x.to(tl.float32) * LOG2_E
+
+
+@triton.jit
+def load_shift(f, mask, last, channel, there, MASKED: tl.constexpr):
+    """c, the f of the last key, 0 where that is not seen."""
+    shift = tl.load(f + channel, there, other=0.0).to(tl.float32)
+    if MASKED:
+        shift = tl.where(load_added(mask, last, last >= 0, MASKED) > float("-inf"), shift, 0.0)
+    return shift
+
+
 @launched(do_not_specialize=["time", "part"])
 def read_part_kernel(
     q, k, v, f, beta, mask, parts, time, part, scale, q_batch, q_head, k_batch, k_head, v_batch, v_head,
@@ -60,9 +81,9 @@ def read_part_kernel(
     query = tl.load(q + batch * q_batch + head * q_head + wide, wide < KEY, other=0.0).to(tl.float32)
     query *= scale * LOG2_E
     keys, values = k + batch * k_batch + kv_head * k_head, v + batch * v_batch + kv_head * v_head
-    free = f + batch * f_batch + kv_head * f_head
+    free, own = f + batch * f_batch + kv_head * f_head, mask + batch * mask_batch + head * mask_head
     rate = tl.load(beta + kv_head * FREE + channel, there, other=1.0).to(tl.float32)
-    shift = tl.load(free + (time - 1).to(tl.int64) * f_row + channel, there, other=0.0).to(tl.float32)
+    shift = load_shift(free + (time - 1).to(tl.int64) * f_row, own, time - 1, channel, there, MASKED)
     top, weight = tl.full((KEYS,), LOWEST, tl.float32), tl.zeros((KEYS,), tl.float32)
     summed, peak = tl.zeros((KEYS, COLUMNS), tl.float32), tl.full((KEYS, CHANNELS), LOWEST, tl.float32)
     energy, small = tl.zeros((KEYS, CHANNELS), tl.float32), tl.zeros((KEYS, CHANNELS), tl.float32)
@@ -80,7 +101,13 @@ def read_part_kernel(
                 e = tl.load(free + token * f_row + channel[None], inside & there[None], other=0.0)
         score = tl.sum(x.to(tl.float32) * query[None], 1)
         if MASKED:
-            score += tl.load(mask + batch * mask_batch + head * mask_head + key, key < stop, other=0.0) * LOG2_E
+            added = load_added(own, key, key < stop, MASKED)
+            seen = added > float("-inf")
+            score = tl.where(seen, score + added, float("-inf"))
+            if MEAN > 0:
+                y = tl.where(seen[:, None], y, 0.0)
+            if FREE > 0:
+                e = tl.where(seen[:, None], e, 0.0)
         score = tl.where(key < stop, score, float("-inf"))
         top, fall, p = raised(top, score)
         weight = weight * fall + p
@@ -110,8 +137,8 @@ def read_part_kernel(
 
 @launched(do_not_specialize=["time"])
 def join_kernel(
-    parts, f, beta, mean, free_energy, time, count, f_batch, f_head, f_row: tl.constexpr,
-    heads: tl.constexpr, GROUP: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
+    parts, f, beta, mask, mean, free_energy, time, count, f_batch, f_head, mask_batch, mask_head, f_row: tl.constexpr,
+    heads: tl.constexpr, GROUP: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
     PARTS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """mean (B, H, MEAN) and F (B, H, FREE) of all keys from their parts; 0 where a query sees none."""
@@ -140,8 +167,8 @@ def join_kernel(
         large = LN_2 * (peak - top) + tl.log(tl.where(energy > 0.0, energy, 1.0) / weight)
         small = tl.where(narrow, small, 0.0)
         nats = tl.where(narrow, log_1_plus(small, tl.log(1.0 + small)), large)
-        last = f + batch * f_batch + kv_head * f_head + (time - 1).to(tl.int64) * f_row + channel
-        shift = tl.load(last, there, other=0.0).to(tl.float32)
+        last, own = f + batch * f_batch + kv_head * f_head, mask + batch * mask_batch + row % heads * mask_head
+        shift = load_shift(last + (time - 1).to(tl.int64) * f_row, own, time - 1, channel, there, MASKED)
         rate = tl.load(beta + kv_head * FREE + channel, there, other=1.0).to(tl.float32)
         tl.store(free_energy + row.to(tl.int64) * FREE + channel, tl.where(sees, shift + nats / rate, 0.0), there)
 
@@ -160,13 +187,16 @@ def _read(q, k, v, f, beta, mask, scale: float) -> tuple[Tensor, Tensor]:
     strides = [n for x in (q, k, v, f) for n in x.stride()[:2]]
     sizes = {"heads": heads, "GROUP": heads // kv_heads, "MEAN": mean, "FREE": free}
     sizes |= {"f_row": f.stride(2), "COLUMNS": columns, "CHANNELS": channels}
+    sizes["MASKED"] = 0 if mask is None else 2 if mask.dtype == torch.bool else 1
+    mask = q if mask is None else mask
     with on(q.device):
         read_part_kernel[rows, count](
-            q, k, v, f, beta, q if mask is None else mask, parts, time, part, scale, *strides, *steps,
-            k_row=k.stride(2), v_row=v.stride(2), KEY=width, SHARED=shared, MASKED=mask is not None, KEYS=keys,
-            WIDE=wide, **sizes,
+            q, k, v, f, beta, mask, parts, time, part, scale, *strides, *steps, k_row=k.stride(2),
+            v_row=v.stride(2), KEY=width, SHARED=shared, KEYS=keys, WIDE=wide, **sizes,
         )  # fmt: skip
-        join_kernel[rows,](parts, f, beta, *out, time, count, *f.stride()[:2], PARTS=next_power_of_2(count), **sizes)
+        join_kernel[rows,](
+            parts, f, beta, mask, *out, time, count, *f.stride()[:2], *steps, PARTS=next_power_of_2(count), **sizes
+        )
     return tuple(out)
 
 
@@ -187,11 +217,11 @@ def read_one_query(
     v: Float[Tensor, "b hkv t dv"],
     f: Float[Tensor, "b hkv t df"],
     beta: Float[Tensor, "hkv df"],
-    mask: Float[Tensor, "#b #hq t"] | None,
+    mask: Float[Tensor, "#b #hq t"] | Bool[Tensor, "#b #hq t"] | None,
     scale: float,
     shared: bool,
 ) -> Read:
-    """`one_query_read` of tensors of at most 32 bits on a card, in their dtype."""
+    """`one_query_read` of tensors of at most 32 bits on a card, in their dtype. A boolean mask: which keys exist."""
     q, k, v, f = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, f))
     mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
     read = _read if type(q) is Tensor and not torch.compiler.is_compiling() else _operator

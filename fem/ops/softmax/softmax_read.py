@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.backend import differentiated, exporting, found, softmax_backend, transformed
+from fem.ops.common.backend import differentiated, exporting, found, may_look, softmax_backend, transformed
 from fem.ops.common.precision import without_autocast
 from fem.ops.common.read import Read, connected_zeros, read_free, rounded
 from fem.ops.common.tokens import Tokens
@@ -17,7 +16,7 @@ from fem.ops.softmax.composed_read import composed_read
 from fem.ops.softmax.exact import definition
 from fem.ops.softmax.free_energy import free_energy_read
 from fem.ops.softmax.one_query import one_query_read
-from fem.ops.softmax.support import Support, support
+from fem.ops.softmax.support import Support, existing, support
 
 
 def softmax_read(
@@ -48,40 +47,55 @@ def softmax_read(
         zeros = (connected_zeros(x.to(dtype), (*q.shape[:3], x.shape[3]), q, k, v, f, rates, bias) for x in (v, f))
         return rounded(Read(*zeros), dtype, beta)
     shared = f is v
-    q, k, v, *f = (x.to(dtype) for x in ((q, k, v) if shared else (q, k, v, f)))
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    f = v if shared else f.to(dtype)
     rules = support(q.shape[1], k.shape[1], q.device, causal, scale, window, bias, tokens)
+    special = transformed(q, k, v, f, rates, bias)
+    one = q.shape[1] == 1 and backend == "sdpa" and not (special or exporting())
+    one = one and not differentiated(q, k, v, f, rates, bias)
+    if one and _has_kernels(q):
+        return rounded(_one_query_on_card(q, k, v, f, rates, rules), dtype, beta)
+    rules = rules._replace(keep=existing(rules, q.shape[0], k.shape[1]))
+    if one and may_look(q):
+        read = _one_query(q, k, v, f, rates, rules)
+        if rules.keep is None or all(bool(x.isfinite().all()) for x in read):  # else a masked token may hold NaN
+            return rounded(read, dtype, beta)
     if rules.keep is not None:
-        if rules.keep.shape[0] == 1:
-            rules = rules._replace(keep=rules.keep.expand(q.shape[0], -1))
-        k, v, *f = (without_masked(x, rules.keep) for x in (k, v, *f))
-    f = v if shared else f[0]
-    if backend == "reference" or transformed(q, k, v, f, rates, bias):
+        k, v = (without_masked(x, rules.keep) for x in (k, v))
+        f = v if shared else without_masked(f, rules.keep)
+    if backend == "reference" or special:
         read = definition(q, k, v, f, rates, rules)
-    elif exporting() or backend == "sdpa":
-        read = _by_attention(q, k, v, f, rates, rules, span)
+    elif one:
+        read = _one_query(q, k, v, f, rates, rules)
+    elif exporting() or (backend == "sdpa" and q.is_cuda):
+        read = composed_read(q, k, v, f, rates, rules, span)
     else:
-        read = free_energy_read(q, k, v, f, rates, rules, False)
+        read = free_energy_read(q, k, v, f, rates, rules, backend == "sdpa")
     return rounded(read, dtype, beta)
 
 
-def _by_attention(q, k, v, f, beta, rules: Support, span: float) -> Read:
-    if q.shape[1] == 1 and not (exporting() or differentiated(q, k, v, f, beta, rules.bias)):
-        keys, values, free_values = (x.transpose(1, 2) for x in (k, v, f))
-        with without_autocast(q.device):
-            step = _one_query(q)
-            return step(q[:, 0], keys, values, free_values, beta, mask_of_one(rules, k), rules.scale, f is v)
-    if exporting() or q.is_cuda:
-        return composed_read(q, k, v, f, beta, rules, span)
-    return free_energy_read(q, k, v, f, beta, rules, True)
+def _one_query(q, k, v, f, beta, rules: Support) -> Read:
+    keys, values, free_values = (x.transpose(1, 2) for x in (k, v, f))
+    with without_autocast(q.device):
+        return one_query_read(q[:, 0], keys, values, free_values, beta, mask_of_one(rules, k), rules.scale, f is v)
 
 
-def _one_query(q: Tensor) -> Callable[..., Read]:
-    """By two kernels on a card; the library does not require Triton."""
-    if not (q.is_cuda and found("triton")):
-        return one_query_read
-    from fem.ops.softmax.one_query_kernels import read_one_query
+def _has_kernels(q: Tensor) -> bool:
+    return q.is_cuda and found("triton")
 
-    return read_one_query
+
+def _one_query_on_card(q, k, v, f, beta, rules: Support) -> Read:
+    """By two kernels, which pass over what masked keys and values hold."""
+    from fem.ops.softmax.one_query_kernels import read_one_query  # by Triton, which the library does not require
+
+    if rules.first is not None or (rules.keep is not None and rules.bias is not None):
+        mask = mask_of_one(rules, k)
+    elif rules.bias is not None:
+        mask = rules.bias[:, :, 0].expand(-1, -1, k.shape[1])
+    else:
+        mask = None if rules.keep is None else rules.keep[:, None]
+    keys, values, free_values = (x.transpose(1, 2) for x in (k, v, f))
+    return read_one_query(q[:, 0], keys, values, free_values, beta, mask, rules.scale, f is v)
 
 
 def without_masked(x: Float[Tensor, "b t h d"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b t h d"]:

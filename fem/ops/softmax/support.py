@@ -75,6 +75,15 @@ class Support(NamedTuple):
         return torch.where(self.visible(queries, keys, device), bias, hidden)
 
 
+def existing(support: Support, rows: int, keys: int) -> Bool[Tensor, "b t"] | None:
+    """Which keys exist; None: all. A key that a bias hides from all queries does not."""
+    keep, bias = support.keep, support.bias
+    if bias is not None:
+        seen = ~torch.isneginf(bias.detach()).all(2).all(1)
+        keep = seen.expand(-1, keys) if keep is None else keep & seen
+    return keep if keep is None or keep.shape[0] == rows else keep.expand(rows, -1)
+
+
 def bounds(support: Support, queries, keys, device: torch.device) -> tuple[Int[Tensor, "#b tq"], Int[Tensor, "#b tq"]]:
     """first and end, written out. Graphs have symbols for the numbers of queries and keys."""
     if support.first is not None:
@@ -95,10 +104,9 @@ def support(
 ) -> Support:
     """What the last `queries` of `keys` tokens see. A window counts tokens as they stand; a document sees itself."""
     keep, document = (None, None) if tokens is None else (tokens.keep, tokens.document)
-    if bias is not None:
-        bias = bias[(None,) * (4 - bias.dim())]
-        seen = ~torch.isneginf(bias.detach()).all(2).all(1)  # a key that a bias hides from all does not exist
-        keep = seen.expand(-1, keys) if keep is None else keep & seen
+    bias = None if bias is None else bias[(None,) * (4 - bias.dim())]
+    if queries == 1 and window is not None and guarded(keys <= window):
+        window = None  # it hides none of these keys
     if window is None and document is None and not (causal and 1 < queries < keys):
         return Support(guarded(causal and queries > 1), scale, keep, bias=bias)
     return Support(causal, scale, keep, *seen_keys(queries, keys, device, causal, window, document), bias)
@@ -142,7 +150,7 @@ def _before(document: Int[Tensor, "b t"], bound: Int[Tensor, "b tq"]) -> Int[Ten
 def as_bias(allowed: Bool[Tensor, "..."] | Float[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
     """0 where a pair is allowed, -inf where it is not; of a float mask, the lowest numbers become -inf."""
     if allowed.dtype == torch.bool:
-        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, -torch.inf)
+        return allowed.to(dtype).log()
     if not allowed.is_floating_point():
         raise TypeError(f"a mask must be bool, or floating-point numbers to add to scores, got dtype {allowed.dtype}.")
     return allowed.masked_fill(allowed <= torch.finfo(allowed.dtype).min / 2, -torch.inf)

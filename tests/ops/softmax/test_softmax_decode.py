@@ -161,6 +161,21 @@ def test_one_query_in_a_graph_reads_what_an_eager_one_does(monkeypatch):
     torch.testing.assert_close([call() for call in calls], eager, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("hidden", [0.0, 1e30, torch.nan, torch.inf])
+@pytest.mark.parametrize("mark", ["key_mask", "bias"])
+@torch.no_grad()
+def test_a_cache_is_copied_only_where_masked_tokens_hold_no_numbers(monkeypatch, mark, hidden):
+    q, k, v, beta = draw(31)
+    q, k, v, keep = q[:, None], k.transpose(1, 2), v.transpose(1, 2), torch.rand(2, 31) < 0.7
+    marks = {mark: keep if mark == "key_mask" else torch.where(keep, 0.0, -torch.inf)[:, None, None]}
+    wanted, copied = softmax_read(q, k, v, beta, **marks, backend="reference"), []
+    k[~keep], v[~keep] = hidden, hidden
+    copy = read_module.without_masked
+    monkeypatch.setattr(read_module, "without_masked", lambda *given: copied.append(1) or copy(*given))
+    torch.testing.assert_close(softmax_read(q, k, v, beta, **marks), wanted, rtol=1e-5, atol=1e-5)
+    assert bool(copied) == (not math.isfinite(hidden))
+
+
 def test_a_token_of_less_weight_than_float32_can_say_counts_by_its_value():
     q, k, v, beta = draw(2, heads=1, key_heads=1, batch=1)
     mask = torch.tensor([[[0.0, -88.5]]])
