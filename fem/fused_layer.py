@@ -20,7 +20,7 @@ from fem.ops.common.precision import product_dtype
 from fem.ops.softmax.card_attention import WIDEST
 from fem.ops.softmax.support import seen_keys
 from fem.priors import GatedLinearPrior, LinearPrior, Prior, SoftmaxPrior
-from fem.priors.kv_cache import append
+from fem.priors.kv_cache import append, within_window
 
 _MOST_ROWS, _MOST_TOKENS = 65535, 2**18  # the axes of a CUDA grid hold 65,535 programs, of at least 4 tokens each
 DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has no float32
@@ -53,16 +53,14 @@ def untouched(maps: Sequence[nn.Module], slim: Sequence[SlimProjection], parts: 
 
 
 def _softmax_reads(layer, call: Call) -> bool:
-    """No state before the call; a state is returned where no gradient is wanted, of padded rows where the layer is
-    causal. Windows, documents and padding in both directions without states, windows without padding."""
+    """No state before the call; one is returned where no gradient is wanted. No window over padded rows, in which it
+    would count other tokens once the kept ones come first."""
     config, keep = layer.config, call.tokens.keep
-    if config.backend not in ("auto", "sdpa"):
+    if config.backend not in ("auto", "sdpa") or _kernel_of(layer, call) is None:
         return False
-    if _kernel_of(layer, call) is None:
+    if keep is not None and config.window is not None:
         return False
-    if _bounded(layer, call):
-        return call.memory is None and (keep is None or (config.window is None and not config.causal))
-    return not (call.memory or (call.memory is not None and torch.is_grad_enabled()))
+    return call.memory is None or not (call.memory or torch.is_grad_enabled())
 
 
 def _linear_reads(layer, call: Call) -> bool:
@@ -102,15 +100,18 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
         tokens, order = kept_first(tokens.keep, tokens.document)
         features, call = order.kept_first(features), call._replace(tokens=tokens)
     tensors, memory = _tensors(layer, call, features), None
+    seen = _seen(layer, call, order) if bounded else ()
     if call.memory is None:
-        o = mixed_read(options, *tensors, _seen(layer, call, order) if bounded else ())
+        o = mixed_read(options, *tensors, seen)
     else:
-        o, k, v = prefill(options, *tensors)
+        o, k, v = prefill(options, *tensors, seen=seen)
         if order is not None:  # in a cache, too, masked tokens may stand behind the kept ones
             tokens = replace(tokens, keep=~order.masked)
         beta = layer.temperature(call.x)
         v, free_values = layer.pair(v, beta)
-        memory = append({}, k, v, beta, tokens, False, free_values)
+        windowed = layer.config.window is not None
+        memory = append({}, k, v, beta, tokens, windowed, free_values)
+        memory = within_window(memory, layer.config.window) if windowed else memory
     return o if order is None else order.as_before(o), memory
 
 

@@ -195,12 +195,14 @@ def test_documents_of_a_few_tokens_are_told_apart(name, miscompiled, monkeypatch
 
 
 SOFTMAX_PROMPTS = ["full", "split, conditioner", "F alone", "grouped heads", "attention"]
+BOUNDED_PROMPTS = ["full", "split, conditioner", "slim, grouped, conditioner"]
 LINEAR_PROMPTS = ["gla", "gla, a decay of each channel", "linear, slim, split, conditioner", "gla, the mean alone"]
 LINEAR_PROMPTS += ["gla, F alone"]
 
 
 @pytest.mark.parametrize("name, padded, documents, doubt", [
-    *product(SOFTMAX_PROMPTS, [False, True], [False], [False]),
+    *product(SOFTMAX_PROMPTS, [False, True], [False], [False]), ("a window", False, False, False),
+    *product(BOUNDED_PROMPTS, [False, True], [True], [False]), ("a window", False, True, False),
     *product(LINEAR_PROMPTS, [False, True], [False, True], [True]),
     *product(["gla"], [False, True], [False, True], [False]),
 ])  # fmt: skip

@@ -50,11 +50,13 @@ def mixed_read(
     return _MIXED_READ([x, weight, bias, *others, theta, cos, sin, *(seen or ALL_KEYS)], *options)[0]
 
 
-def prefill(options: Options, weights, biases, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def prefill(
+    options: Options, weights, biases, x: Tensor, *tensors: Tensor | None, seen: Sequence[Tensor] = ()
+) -> tuple[Tensor, Tensor, Tensor]:
     """`mixed_read` without a gradient, and the turned keys and the values that a cache keeps, (B, T, H_kv, .)."""
     *others, theta, cos, sin = tensors
     weight, bias, others = joined(x, weights, biases, others)
-    o, joint, *rest = _MIXED_READ.results([x, weight, bias, *others, theta, cos, sin, *ALL_KEYS], *options)
+    o, joint, *rest = _MIXED_READ.results([x, weight, bias, *others, theta, cos, sin, *(seen or ALL_KEYS)], *options)
     form = options.form
     _, k, v, *_ = form.parts(joint)
     if form.context:
