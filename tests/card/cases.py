@@ -444,10 +444,11 @@ def test_a_model_generates(prior, form, cache):
 @torch.no_grad()
 @pytest.mark.parametrize("prior, marks, most", [
     ("softmax", {}, 15), ("softmax", PADDING, 46), ("linear", {}, 18), ("linear", PADDING, 31), ("gla", {}, 20),
-    ("gla", PADDING, 34),
+    ("gla", PADDING, 34), ("softmax", DOCUMENTS, 113), ("window", {}, 67),
 ])  # fmt: skip
 def test_a_prompt_waits_for_nothing(prior, marks, most):
-    layer, x = build(256, 4, prior_type=prior).bfloat16().eval(), tokens().bfloat16()
+    fields = {"window": 64} if prior == "window" else {"prior_type": prior}
+    layer, x = build(256, 4, **fields).bfloat16().eval(), tokens().bfloat16()
     for _ in range(3):
         layer(x, return_state=True, **marks)
     with card.record() as events:
@@ -470,6 +471,20 @@ def test_a_token_reads_the_cache_as_it_lies(marks, fields, most):
             _, state = layer(x, state=state, return_state=True)
     assert not events.waits, events.summary()
     assert events.launches <= most, events.summary()
+
+
+@full
+@torch.no_grad()
+@pytest.mark.parametrize("fields, most", [({}, 44), ({"window": 64}, 47)])
+def test_a_few_tokens_of_one_row_wait_for_nothing(fields, most):
+    """Such as those that another model has guessed."""
+    layer, x = build(256, 4, **fields).bfloat16().eval(), tokens(1, 8).bfloat16()
+    _, state = layer(tokens(1).bfloat16(), return_state=True)
+    for _ in range(3):
+        with card.record() as events:
+            layer(x, state=state, return_state=True)
+    assert not events.waits, events.summary()
+    assert events.launches <= most + 8 * (not COUNTED), events.summary()
 
 
 @full

@@ -98,30 +98,22 @@ def of_read(case: dict) -> float:
 
 
 def of_marks(rules: dict) -> float:
-    """Of one query with what tells it which keys it sees; the others hold NaN, where a mask says so."""
+    """Of one query a row, or of several of one row, with what tells which keys they see; what a mask hides is NaN."""
     q, k, v, _, rate, *_ = draw(time=61, heads=4)
     q, k, v = q[:, None], k.transpose(1, 2), v.transpose(1, 2)
-    keep, bias = (
-        torch.rand(2, 61) < 0.6,
-        torch.randn(2, 4, 1, 61).masked_fill(torch.rand(2, 1, 1, 61) < 0.3, -torch.inf),
-    )
+    bias = torch.randn(2, 4, 1, 61).masked_fill(torch.rand(2, 1, 1, 61) < 0.3, -torch.inf)
+    keep, document = torch.rand(2, 61) < 0.6, torch.arange(61).expand(2, -1) // 23
     keep[0, -1], keep[1, -1] = False, True
-    marks = {
-        "key_mask": keep,
-        "bias": bias if "key_mask" in rules else bias[0, 0, 0],
-        "segment_ids": torch.arange(61).expand(2, -1) // 23,
-        "window": rules.get("window"),
-    }
-    if "key_mask" in rules:
+    if queries := rules.get("queries"):
+        q, k, v, keep, document, bias = torch.randn(1, queries, 4, 10), *(x[:1] for x in (k, v, keep, document, bias))
+    if rules.get("key_mask"):
         k, v = (x.masked_fill(~keep[..., None, None], torch.nan) for x in (k, v))
-    how = {name: marks[name] for name in rules}
-    return max(
-        map(
-            far,
-            functional.softmax_read(q, k, v, rate, **how),
-            functional.softmax_read(q, k, v, rate, **how, backend="reference"),
-        )
-    )
+    else:
+        bias = bias[0, 0, 0]  # one for all
+    marks = {"key_mask": keep, "bias": bias, "segment_ids": document, "window": rules.get("window")}
+    how = {name: marks.get(name, value) for name, value in rules.items() if name != "queries"}
+    found, wanted = (functional.softmax_read(q, k, v, rate, **how, backend=x) for x in ("auto", "reference"))
+    return max(map(far, found, wanted))
 
 
 def of_gates(fields: dict) -> float:
@@ -192,6 +184,11 @@ MARKS = {
     "documents and a mask": {"segment_ids": True, "key_mask": True},
     "a window": {"window": 7},
     "a window and a mask": {"window": 7, "key_mask": True},
+    "five queries": {"queries": 5},
+    "five queries of all keys": {"queries": 5, "causal": False},
+    "sixteen queries under a window": {"queries": 16, "window": 4},
+    "five queries, a mask and a bias": {"queries": 5, "key_mask": True, "bias": True},
+    "five queries of documents": {"queries": 5, "segment_ids": True, "key_mask": True},
     "a window of all keys and a mask": {"window": 61, "key_mask": True},
 }
 GATES = {

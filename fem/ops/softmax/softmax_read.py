@@ -18,6 +18,8 @@ from fem.ops.softmax.free_energy import free_energy_read
 from fem.ops.softmax.one_query import one_query_read
 from fem.ops.softmax.support import Support, existing, support
 
+_FEW = 16  # queries, each of which reads all keys
+
 
 def softmax_read(
     q: Float[Tensor, "b tq h dk"],
@@ -51,10 +53,10 @@ def softmax_read(
     f = v if shared else f.to(dtype)
     rules = support(q.shape[1], k.shape[1], q.device, causal, scale, window, bias, tokens)
     special = transformed(q, k, v, f, rates, bias)
-    one = q.shape[1] == 1 and backend == "sdpa" and not (special or exporting())
-    one = one and not differentiated(q, k, v, f, rates, bias)
-    if one and _has_kernels(q):
-        return rounded(_one_query_on_card(q, k, v, f, rates, rules), dtype, beta)
+    plain = backend == "sdpa" and not (special or exporting() or differentiated(q, k, v, f, rates, bias))
+    one = plain and q.shape[1] == 1
+    if plain and (one or _are_few(q)) and _has_kernels(q):
+        return rounded(_queries_on_card(q, k, v, f, rates, rules), dtype, beta)
     rules = rules._replace(keep=existing(rules, q.shape[0], k.shape[1]))
     if one and may_look(q):
         read = _one_query(q, k, v, f, rates, rules)
@@ -84,18 +86,33 @@ def _has_kernels(q: Tensor) -> bool:
     return q.is_cuda and found("triton")
 
 
-def _one_query_on_card(q, k, v, f, beta, rules: Support) -> Read:
-    """By two kernels, which pass over what masked keys and values hold."""
+def _are_few(q: Tensor) -> bool:
+    """Of one row, as when guessed tokens are checked: whose reads may as well be those of as many rows."""
+    return not torch.compiler.is_compiling() and q.shape[0] == 1 and q.shape[1] <= _FEW
+
+
+def _queries_on_card(q, k, v, f, beta, rules: Support) -> Read:
+    """One query of each row, or a few of one, by two kernels, which pass over what masked keys and values hold."""
     from fem.ops.softmax.one_query_kernels import read_one_query  # by Triton, which the library does not require
 
+    queries, time = q.shape[1], k.shape[1]
+    parts = [x.transpose(1, 2) for x in (k, v, f)]
+    if queries > 1:
+        mask = (
+            rules.visible(queries, time, q.device)
+            if rules.bias is None
+            else rules.mask(queries, time, q.device, -torch.inf)
+        )
+        parts = [x.expand(queries, -1, -1, -1) for x in parts]
+        read = read_one_query(q[0], *parts, beta, mask[0].transpose(0, 1), rules.scale, f is v)
+        return Read(*(x.transpose(0, 1) for x in read))
     if rules.first is not None or (rules.keep is not None and rules.bias is not None):
         mask = mask_of_one(rules, k)
     elif rules.bias is not None:
-        mask = rules.bias[:, :, 0].expand(-1, -1, k.shape[1])
+        mask = rules.bias[:, :, 0].expand(-1, -1, time)
     else:
         mask = None if rules.keep is None else rules.keep[:, None]
-    keys, values, free_values = (x.transpose(1, 2) for x in (k, v, f))
-    return read_one_query(q[:, 0], keys, values, free_values, beta, mask, rules.scale, f is v)
+    return read_one_query(q[:, 0], *parts, beta, mask, rules.scale, f is v)
 
 
 def without_masked(x: Float[Tensor, "b t h d"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b t h d"]:
