@@ -50,6 +50,8 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
            "_LIFT = 2.0**40", "_LIFT = 1.0", f"{SOFTMAX}/test_softmax_decode.py"),
     Mutant("a token's kernel reads narrow channels by log R", "fem/ops/softmax/one_query_kernels.py",
            'narrow = small < float("inf")', 'narrow = small < float("-inf")', ONE_TOKEN),
+    Mutant("a token's kernel reads values that a mask hides", "fem/ops/softmax/one_query_kernels.py",
+           "y = tl.where(seen[:, None], y, 0.0)", "y = y", ONE_TOKEN),
     Mutant("a scan's token loses the digits of a small beta", "fem/ops/common/merge_kernels.py",
            "expm1(tl.minimum(lift, NEAR))", "(tl.exp(tl.minimum(lift, NEAR)) - 1.0)",
            ONE_TOKEN),

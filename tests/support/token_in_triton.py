@@ -186,6 +186,8 @@ MARKS = {
     "a window and a mask": {"window": 7, "key_mask": True},
     "five queries": {"queries": 5},
     "five queries of all keys": {"queries": 5, "causal": False},
+    "five queries in both directions and a mask": {"queries": 5, "causal": False, "key_mask": True},
+    "five queries in both directions and a bias": {"queries": 5, "causal": False, "bias": True},
     "sixteen queries under a window": {"queries": 16, "window": 4},
     "five queries, a mask and a bias": {"queries": 5, "key_mask": True, "bias": True},
     "five queries of documents": {"queries": 5, "segment_ids": True, "key_mask": True},

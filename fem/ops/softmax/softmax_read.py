@@ -95,24 +95,23 @@ def _queries_on_card(q, k, v, f, beta, rules: Support) -> Read:
     """One query of each row, or a few of one, by two kernels, which pass over what masked keys and values hold."""
     from fem.ops.softmax.one_query_kernels import read_one_query  # by Triton, which the library does not require
 
-    queries, time = q.shape[1], k.shape[1]
-    parts = [x.transpose(1, 2) for x in (k, v, f)]
-    if queries > 1:
-        mask = (
-            rules.visible(queries, time, q.device)
-            if rules.bias is None
-            else rules.mask(queries, time, q.device, -torch.inf)
-        )
-        parts = [x.expand(queries, -1, -1, -1) for x in parts]
-        read = read_one_query(q[0], *parts, beta, mask[0].transpose(0, 1), rules.scale, f is v)
-        return Read(*(x.transpose(0, 1) for x in read))
-    if rules.first is not None or (rules.keep is not None and rules.bias is not None):
-        mask = mask_of_one(rules, k)
+    queries, time, table = q.shape[1], k.shape[1], None
+    if rules.causal or rules.first is not None or (rules.keep is not None and rules.bias is not None):
+        pairs = queries, time, q.device
+        table = rules.visible(*pairs) if rules.bias is None else rules.mask(*pairs, -torch.inf)
     elif rules.bias is not None:
-        mask = rules.bias[:, :, 0].expand(-1, -1, time)
-    else:
-        mask = None if rules.keep is None else rules.keep[:, None]
-    return read_one_query(q[:, 0], *parts, beta, mask, rules.scale, f is v)
+        table = rules.bias
+    elif rules.keep is not None:
+        table = rules.keep[:, None, None]
+    table = None if table is None else table.expand(-1, -1, queries, time)
+    keys, values, free_values = (x.transpose(1, 2) for x in (k, v, f))
+    if queries == 1:
+        mask = None if table is None else table[:, :, 0]
+        return read_one_query(q[:, 0], keys, values, free_values, beta, mask, rules.scale, f is v)
+    mask = None if table is None else table[0].transpose(0, 1)
+    rows = [x.expand(queries, -1, -1, -1) for x in (keys, values, free_values)]
+    read = read_one_query(q[0], *rows, beta, mask, rules.scale, f is v)
+    return Read(*(x.transpose(0, 1) for x in read))
 
 
 def without_masked(x: Float[Tensor, "b t h d"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b t h d"]:
