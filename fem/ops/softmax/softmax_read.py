@@ -117,10 +117,9 @@ def _queries_on_card(q, k, v, f, beta, rules: Support) -> Read:
 def without_masked(x: Float[Tensor, "b t h d"], keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b t h d"]:
     """x with a row's first kept token in the place of its masked ones, whatever stood there, NaN too: p is 0 there, so
     that nothing else has to know of them."""
-    hidden = ~keep[..., None, None]
-    x = x.masked_fill(hidden, 0.0)
     first = keep.int().argmax(1)[:, None, None, None].expand(-1, 1, *x.shape[2:])
-    return torch.where(hidden, x.gather(1, first), x)
+    first = x.gather(1, first).masked_fill(~keep.any(1)[:, None, None, None], 0.0)
+    return torch.where(keep[..., None, None], x, first)
 
 
 def mask_of_one(rules: Support, keys: Float[Tensor, "b t h d"]) -> Float[Tensor, "#b #hq t"] | None:
