@@ -19,7 +19,7 @@ kernels = channels.channel_kernel, channels.channel_backward_kernel
 calls = [(f"{k.__name__} {ends}", k, flags | {"BLOCK": channels.BLOCK, "ENDS": ends}, 1)
          for k in kernels for ends in (True, False)]
 for rank in (16, 64):
-    sizes, kernels = states.sizes_of(rank), (states.ssm_kernel, states.ssm_backward_kernel)
+    sizes, kernels = states.cell_sizes(rank), (states.ssm_kernel, states.ssm_backward_kernel)
     calls += [(f"{k.__name__} of {rank} states, {ends}", k, flags | sizes | {"ENDS": ends}, sizes["num_warps"])
               for k in kernels for ends in ([True, False] if k is states.ssm_kernel else [False])]
 found, numbers = {}, ("T", "C", "W", "TOKENS", "x_row", "x_token", "x_channel")
