@@ -53,10 +53,11 @@ def softmax_read(
     f = v if shared else f.to(dtype)
     rules = support(q.shape[1], k.shape[1], q.device, causal, scale, window, bias, tokens)
     special = transformed(q, k, v, f, rates, bias)
-    plain = backend == "sdpa" and not (special or exporting() or differentiated(q, k, v, f, rates, bias))
-    one = plain and q.shape[1] == 1
-    if plain and (one or _are_few(q)) and _has_kernels(q):
+    few = backend == "sdpa" and (q.shape[1] == 1 or _are_few(q))
+    few = few and not (special or exporting() or differentiated(q, k, v, f, rates, bias))
+    if few and _has_kernels(q):
         return rounded(_queries_on_card(q, k, v, f, rates, rules), dtype, beta)
+    one = few and q.shape[1] == 1
     rules = rules._replace(keep=existing(rules, q.shape[0], k.shape[1]))
     if one and may_look(q):
         read = _one_query(q, k, v, f, rates, rules)
