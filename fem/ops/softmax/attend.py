@@ -1,8 +1,9 @@
 """p @ values under a softmax prior, for values of any width, and its gradients.
 
-By torch's flash attention on a CPU where causality and masked keys are all that restricts the pairs. It takes one
-width, so that keys padded to wider values would up to double its work. Elsewhere some heads at a time by blocks of
-queries against the keys that any of them sees, whose scores stay in the cache: those of all pairs are never held.
+By torch's flash attention on a CPU, unless a window or documents bound the keys, or a bias has a gradient or differs
+between heads. It takes one width, so that keys padded to wider values would up to double its work. Elsewhere some heads
+at a time by blocks of queries against the keys that any of them sees, whose scores stay in the cache: those of all
+pairs are never held.
 
 Private parts of PyTorch: `aten::_scaled_dot_product_flash_attention_for_cpu` and its backward, of 2.11 to 2.15. They
 may go when a public attention of PyTorch on a CPU returns its log sum of exponentials and takes a gradient of its own.
@@ -41,10 +42,10 @@ def attend(
     if not _fits_flash(q, values, support, by_flash):
         return _forward_by_blocks(q, k, values, support)
     parts = (x.transpose(1, 2) for x in (q, k, values))
-    out, lse = flash(*parts, support.causal, _mask_of_keys(support, q.dtype), support.scale)
-    if support.keep is not None:
-        sees = support.keep.cumsum(1) > 0 if support.causal else support.keep.any(1, keepdim=True)
-        lse.masked_fill_(~sees[:, None], -torch.inf)
+    out, lse = flash(*parts, support.causal, _added(support, q.dtype), support.scale)
+    if support.restricted and bool((lse == 0.0).any()):  # as flash says of a row that sees no key
+        sees = support.visible(q.shape[1], k.shape[1], q.device).any(-1)
+        lse.masked_fill_(~sees, -torch.inf)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -55,9 +56,9 @@ def attend_backward(
     shared = k.shape[2], q.shape[2] // k.shape[2]
     k, values = (_per_query_head(x, q.shape[2]) for x in (k, values))
     lse = lse.masked_fill(lse.isneginf(), 0.0)
-    if _fits_flash(q, values, support, by_flash):
+    if _fits_flash(q, values, support, by_flash) and not with_bias:
         grad, *parts = (_in_rows(x.transpose(1, 2)) for x in (grad, q, k, values, out))
-        how = {"attn_mask": _mask_of_keys(support, q.dtype), "scale": support.scale}
+        how = {"attn_mask": _added(support, q.dtype), "scale": support.scale}
         gradients = _flash_gradients(grad, *parts, lse.transpose(1, 2), 0.0, support.causal, **how)
         dq, dk, dvalues, dbias = *(x.transpose(1, 2) for x in gradients), None
     else:
@@ -77,14 +78,16 @@ def flash(
 
 
 def _fits_flash(q: Tensor, values: Tensor, support: Support, by_flash: bool) -> bool:
-    plain = support.first is None and support.bias is None
-    return by_flash and plain and values.shape[-1] == q.shape[-1]
+    one_table = support.bias is None or support.bias.shape[1] == 1  # one for each head takes longer than blocks
+    return by_flash and support.first is None and one_table and values.shape[-1] == q.shape[-1]
 
 
-def _mask_of_keys(support: Support, dtype: torch.dtype) -> Float[Tensor, "b 1 1 t"] | None:
-    if support.keep is None:
-        return None
-    return torch.where(support.keep, 0.0, -torch.inf)[:, None, None].to(dtype)
+def _added(support: Support, dtype: torch.dtype) -> Float[Tensor, "#b #h #tq #t"] | None:
+    """What flash adds to the scores beside causality."""
+    keep, bias = support.keep, support.bias
+    if bias is not None:
+        return bias.to(dtype) if keep is None else bias.to(dtype).masked_fill(~keep[:, None, None], -torch.inf)
+    return None if keep is None else torch.where(keep, 0.0, -torch.inf)[:, None, None].to(dtype)
 
 
 def _in_rows(x: Tensor) -> Tensor:
