@@ -31,7 +31,8 @@ KERNELS = (of_softmax, doubt, of_conditioner, one_query_kernels, token_kernels, 
 KERNELS += (feature_kernels, linear_token, channel_kernels, ssm_kernels, ssm_numbers_kernels, mix_token, part_kernels)
 KERNELS += (joined, row_maps)
 
-_loaded: list[tuple[str, bytes]] = []  # Triton's kernels, compiled
+_loaded: list[tuple[str, bytes]] = []  # Triton's kernels, compiled; a launch names its own by its place here, from 1 on
+watchers: list[Callable] = []  # are told of every launch: name, binary, warps, grid and arguments
 _runtime = ctypes.CDLL("libcudart.so.13")
 _runtime.card_get.restype = ctypes.c_char_p
 
@@ -98,14 +99,14 @@ def registers(call: Callable[[], object]) -> dict[str, tuple[int, int]]:
     for kernel in kernels.values():
         kernel.codes.clear()
         kernel.fn.device_caches.clear()
-    _loaded.clear()
+    loaded = len(_loaded)
     setting = os.environ.pop("DISABLE_PTXAS_OPT", None)
     try:
         call()
     finally:
         os.environ |= {} if setting is None else {"DISABLE_PTXAS_OPT": setting}
     found: dict[str, tuple[int, int]] = {}
-    for name, binary in _loaded:
+    for name, binary in _loaded[loaded:]:
         if name in kernels:
             found[name] = tuple(map(max, zip(usage(binary).values(), found.get(name, (0, 0)))))
     return found
@@ -120,7 +121,7 @@ def pose() -> None:
     class Utilities:
         def load_binary(self, name, kernel, shared, device):
             _loaded.append((name, kernel))
-            return 1, 1, 64, 0, 1024  # module, function, registers, spills, threads
+            return 1, len(_loaded), 64, 0, 1024  # module, function, registers, spills, threads
 
         def get_device_properties(self, device):
             card = torch.cuda.get_device_properties(0)
@@ -134,10 +135,13 @@ def pose() -> None:
 
     class Launcher:
         def __init__(self, source, metadata):
-            self.name = metadata["name"] if isinstance(metadata, dict) else metadata.name
+            known = metadata if isinstance(metadata, dict) else metadata._asdict()
+            self.name, self.warps = known["name"], known["num_warps"]
 
         def __call__(self, x, y, z, stream, function, *arguments):
             _runtime.card_event(f"triton {self.name}".encode())
+            for watch in watchers:
+                watch(self.name, _loaded[function - 1][1], self.warps, (x, y, z), arguments)
 
     class Driver:
         utils, launcher_cls = Utilities(), Launcher

@@ -168,6 +168,20 @@ def registers_table(record: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def estimates_table(rows: list[dict], than: list[dict]) -> str:
+    """Milliseconds by estimate; where the same method is known for older code, beside what a card took for it."""
+    known = {row["layer"]: row for row in than}
+    columns = ("forward", "train", "attention", "products", "others")
+    heads = ["layer", *columns, "over attention's", "older code", "H200"]
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for row in rows:
+        old = known.get(row["layer"], {"estimated": 0, "measured": 0})
+        cells = [*(row[column] for column in columns), round(row["train"] / rows[0]["train"], 2)]
+        cells = [f"{x:.2f}" if x else "" for x in (*cells, old["estimated"], old["measured"])]
+        lines.append(f"| {' | '.join([row['layer'], *cells])} |")
+    return "\n".join(lines)
+
+
 def write(record: dict) -> None:
     """The record, and its tables into the page, in the place of what stands below the first one's heading."""
     record |= {"setting": f"sm_{card.SM}, {ROWS} x {TIME} tokens, width {WIDTH}, {HEADS} heads"}
@@ -188,6 +202,15 @@ Registers of a thread on sm_90, by the width of a head's values; keys have 64, a
 decay by themselves. In brackets: bytes that it spills.
 
 {registers_table(record["registers"])}
+
+## Estimates
+
+No card took these. Milliseconds of a train step's launches, one after another, by `tests/card/estimate.py`:
+{record["setting"]}, bfloat16 parameters, slim gates of rank 64.
+`attention`, `products`, `others`: parts of the train step. `older code`: its train step by the same method for commit
+`54c997fc`, and what an H200 took for that, [captured](../research/results/README.md).
+
+{estimates_table(record["estimated"], record["estimates_checked"])}
 """
     PAGE.write_text(PAGE.read_text().split(TABLE)[0] + tables)
 

@@ -34,6 +34,7 @@ from fem.ops.common.operator import again_differentiable
 from fem.ops.common.own_backward import OwnBackward
 from fem.ops.common.precision import double
 from fem.ops.common.read import Terms
+from fem.ops.common.triton_math import exponential
 
 BLOCK = 32  # channels of a program
 PROGRAMS = 4096  # of a warp each: a card has work for as many, as each waits for what it computed just before
@@ -154,7 +155,7 @@ def channel_backward_kernel(
         weight_before = tl.load(weights + at - C, earlier, other=0.0)
         weight_before += tl.load(first_weight + start, entered, other=0.0)
         log_own, log_keep = log_shares(own, fall, weight_before, weight)
-        share, keep = tl.exp(log_own), tl.exp(log_keep)
+        share, keep = exponential(log_own), exponential(log_keep)
         of_own, of_kept = w * share, w * keep
         if HAS_V:
             mean_before = tl.load(means + at - C, earlier, other=0.0)

@@ -21,7 +21,14 @@ import triton.language as tl
 
 from fem.ops.common import read
 from fem.ops.common.launch import cdiv
-from fem.ops.common.triton_math import exp_minus_1, log_1_plus_share
+from fem.ops.common.triton_math import (
+    artanh_series,
+    exp_minus_1,
+    exponential,
+    log_1_plus_share,
+    logarithm,
+    quotient,
+)
 
 LOG_ZERO, NO_WEIGHT, NEAR = tl.constexpr(read.LOG_ZERO), tl.constexpr(read.NO_WEIGHT), tl.constexpr(30.0)
 NUMBERS = 1024  # of a program, 8 for each of 128 threads
@@ -44,42 +51,43 @@ def log_or_zero(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x): what 1 + x rounds away is divided out."""
-    total = 1.0 + x
-    rounded = total - 1.0
-    return tl.where(rounded == 0.0, x, tl.log(total) * x / tl.where(rounded == 0.0, 1.0, rounded))
+    """log(1 + x) for x >= -2/3, as 2 artanh(x / (2 + x)) where x is 1 at most: it is added up over tokens."""
+    w = quotient(tl.minimum(x, 1.0), 2.0 + tl.minimum(x, 1.0))
+    return tl.where(x <= 1.0, 2.0 * w * artanh_series(w * w), logarithm(1.0 + x))
 
 
 @triton.jit
 def log_add(one, other):
     """log(e^one + e^other)"""
-    return tl.maximum(one, other) + log_1_plus_share(tl.exp(-tl.abs(one - other)))
+    return tl.maximum(one, other) + log_1_plus_share(exponential(-tl.abs(one - other)))
 
 
 @triton.jit
 def expm1(z):
     """exp(z) - 1 for z <= 30."""
-    return tl.where(tl.abs(z) <= 1.0, exp_minus_1(tl.minimum(tl.maximum(z, -1.0), 1.0)), tl.exp(z) - 1.0)
+    return tl.where(tl.abs(z) <= 1.0, exp_minus_1(tl.minimum(tl.maximum(z, -1.0), 1.0)), exponential(z) - 1.0)
 
 
 @triton.jit
 def merged_means(gain, one, other):
     """(1 - share) one + share other, share = sigmoid(gain)."""
-    heavier, odds = gain > 0.0, tl.exp(-tl.abs(gain))
+    heavier, odds = gain > 0.0, exponential(-tl.abs(gain))
     base, rest = tl.where(heavier, other, one), tl.where(heavier, one, other)
-    return base + odds / (1.0 + odds) * (rest - base)
+    return base + quotient(odds, 1.0 + odds) * (rest - base)
 
 
 @triton.jit
 def merged_energies(gain, one, other, rate):
     """(1 / rate) log((1 - share) e^{rate one} + share e^{rate other}), share = sigmoid(gain)."""
-    heavier, odds = gain > 0.0, tl.exp(-tl.abs(gain))
+    heavier, odds = gain > 0.0, exponential(-tl.abs(gain))
     base, rest = tl.where(heavier, other, one), tl.where(heavier, one, other)
     lift = rate * (rest - base)
     level = lift - tl.abs(gain)  # of the lighter one's energy beside the heavier one's
-    near = odds / (1.0 + odds) * expm1(tl.minimum(lift, NEAR))
-    log = log1p(tl.where(lift < NEAR, near, tl.exp(-tl.abs(level))))
-    return base + tl.where(lift < NEAR, log, log + tl.maximum(level, 0.0) - log_1_plus_share(odds)) / rate
+    near = quotient(odds, 1.0 + odds) * expm1(tl.minimum(lift, NEAR))
+    log = log1p(tl.where(lift < NEAR, near, exponential(-tl.abs(level))))
+    return base + tl.where(lift < NEAR, log, log + tl.maximum(level, 0.0) - log_1_plus_share(odds)) * quotient(
+        1.0, rate
+    )
 
 
 @triton.jit
@@ -96,7 +104,7 @@ def grown(weight, lost, own):
     the shares."""
     gain = (own - weight) - lost
     heavier = gain > 0.0
-    rise = tl.where(heavier, 0.0, lost) + log_1_plus_share(tl.exp(-tl.abs(gain)))
+    rise = tl.where(heavier, 0.0, lost) + log_1_plus_share(exponential(-tl.abs(gain)))
     top = tl.where(heavier, own, weight)
     total = top + rise
     moved = total - top
@@ -168,8 +176,10 @@ def keep_piece(ends, at, every, there, down, rest, weight, mean, free, HAS_V: tl
 @triton.jit
 def share_apart(log_share, z):
     """e^{log_share} (e^z - 1), for log_share <= 0 and log_share + z <= 0."""
-    share = tl.exp(log_share)
-    return tl.where(tl.abs(z) < 1.0, share * expm1(tl.minimum(z, 1.0)), tl.exp(log_share + z) - share)
+    share = exponential(log_share)
+    return tl.where(
+        tl.abs(z) < 1.0, share * exp_minus_1(tl.minimum(tl.maximum(z, -1.0), 1.0)), exponential(log_share + z) - share
+    )
 
 
 @triton.jit
@@ -190,8 +200,9 @@ def through_mean(share, keep, value, before, after, rho):
 def through_energy(log_share, log_keep, value, before, after, rate, gamma):
     """Of a cell's free energy: what dx, da and dbeta get of its gradient, df, and dF before the token."""
     above, below = value - after, before - after
-    part, rest = tl.exp(log_share + rate * above) * gamma, tl.exp(log_keep + rate * below) * gamma
-    tilt, gamma = (part * above + rest * below) / rate, gamma / rate
+    part, rest = exponential(log_share + rate * above) * gamma, exponential(log_keep + rate * below) * gamma
+    slow = quotient(1.0, rate)
+    tilt, gamma = (part * above + rest * below) * slow, gamma * slow
     return share_apart(log_share, rate * above) * gamma, share_apart(log_keep, rate * below) * gamma, tilt, part, rest
 
 
@@ -199,7 +210,7 @@ def through_energy(log_share, log_keep, value, before, after, rate, gamma):
 def log_sum(scores):
     """log sum e^scores over the cells, and by how much the scores are below it; LOG_ZERO and -inf of no weight."""
     top = tl.max(scores, 0)
-    total = top + tl.log(tl.sum(tl.exp(scores - top), 0))
+    total = top + logarithm(tl.sum(exponential(scores - top), 0))
     seen = total > NO_WEIGHT
     return tl.where(seen, total, LOG_ZERO), scores - tl.where(seen, total, float("inf"))
 
@@ -213,6 +224,6 @@ def log_average(log_p, y):
     z = tl.where(seen, y - top, 0.0)
     near, heights = tl.min(z, 0) >= -1.0, tl.where(seen, log_p + z, NO_WEIGHT)
     peak = tl.max(heights, 0)
-    apart = tl.exp(log_p) * expm1(tl.maximum(z, -1.0))
-    total = tl.sum(tl.where(near, apart, tl.exp(heights - peak)), 0)
+    apart = exponential(log_p) * exp_minus_1(tl.maximum(z, -1.0))
+    total = tl.sum(tl.where(near, apart, exponential(heights - peak)), 0)
     return top + tl.where(near, 0.0, peak) + log1p(tl.where(near, total, total - 1.0))

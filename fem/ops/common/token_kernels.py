@@ -19,7 +19,7 @@ from fem.ops.common.backend import differentiated, on
 from fem.ops.common.joined import tokens_apart
 from fem.ops.common.launch import cdiv, launched, next_power_of_2
 from fem.ops.common.operator import again_differentiable
-from fem.ops.common.triton_math import exact_softplus, gate, through_gate, turned
+from fem.ops.common.triton_math import exact_softplus, gate, sigmoid, through_gate, turned
 
 NUMBERS = 1024  # of a program, 8 for each of 128 threads
 
@@ -66,7 +66,7 @@ def gate_kernel(
         there = exists & ((channel >= 0) & (channel < FREE))[None]
         f = tl.load(free + token * FREE + channel[None], there, other=0.0).to(tl.float32)
         if MIXED:
-            f = tl.sigmoid(tl.load(inner + logit, inside, other=0.0).to(tl.float32)) * (f - u)
+            f = sigmoid(tl.load(inner + logit, inside, other=0.0).to(tl.float32)) * (f - u)
         u += f
     if GATED:
         u *= gate(tl.load(outer + logit, inside, other=0.0), inside, WIDTH, eps)
@@ -94,7 +94,7 @@ def gate_backward_kernel(
     if FREE > 0:
         f = tl.load(free + token * FREE + channel[None], there, other=0.0).to(tl.float32)
         if MIXED:
-            gap, lambda_ = f - u, tl.sigmoid(tl.load(inner + logit, inside, other=0.0).to(tl.float32))
+            gap, lambda_ = f - u, sigmoid(tl.load(inner + logit, inside, other=0.0).to(tl.float32))
             f = lambda_ * gap
         u += f
     if GATED:

@@ -49,23 +49,57 @@ def power_of_2(x):
 
 
 @triton.jit
+def exponential(x):
+    """e^x as `power_of_2`: what is below 2^-126 is 0."""
+    if INTERPRETED:
+        return tl.exp(x)
+    return libdevice.fast_expf(x)
+
+
+@triton.jit
+def quotient(x, y):
+    """x / y for |y| < 2^126 by one reciprocal and one product; Triton's takes seven instructions, of which five are for
+    other y, and errs no less: by 2^-22."""
+    if INTERPRETED:
+        return x / y
+    return libdevice.fast_dividef(x, y)
+
+
+@triton.jit
+def sigmoid(a):
+    return quotient(1.0, 1.0 + exponential(-a))
+
+
+@triton.jit
 def log_1_plus(x, rounded):
     """log(1 + x), given `rounded`, the logarithm of the rounded 1 + x: near 0 by its series."""
     return tl.where(tl.abs(x) < 0.01, x * (1.0 - x * (0.5 - x * (1 / 3 - x * 0.25))), rounded)
 
 
 @triton.jit
-def level(total, narrow, doubtful):
-    """beta (F - c) from R, and its derivative, 1 / R or 1 / (1 + R); 0 and 0 where R is doubtful."""
-    base = tl.where(narrow, 1.0 + total, tl.where(doubtful, 1.0, total))
+def is_some(narrow):
+    return tl.max(narrow.to(tl.int32)) != 0
+
+
+@triton.jit
+def level(total, narrow):
+    """beta (F - c) from R, and R or 1 + R, of which it is the logarithm; 0 and 1 of an R that proves nothing."""
+    base = tl.where(total < LEAST_PROVEN, 1.0, total)
     log = logarithm(base)
-    return tl.where(narrow, log_1_plus(total, log), log), tl.where(doubtful, 0.0, 1.0 / base)
+    if is_some(narrow):
+        base = tl.where(narrow, 1.0 + total, base)
+        log = logarithm(base)
+        log = tl.where(narrow, log_1_plus(total, log), log)
+    return log, base
 
 
 @triton.jit
 def energy(z, narrow):
     """e = exp(z); exp(z) - 1 where narrow."""
-    return tl.where(narrow, exp_minus_1(tl.where(narrow, z, 0.0)), tl.exp(z))
+    e = exponential(z)
+    if is_some(narrow):
+        e = tl.where(narrow, exp_minus_1(tl.where(narrow, z, 0.0)), e)
+    return e
 
 
 @triton.jit
@@ -77,9 +111,17 @@ def lifted(high, rate):
 
 
 @triton.jit
+def softplus_and_slope(a):
+    """log(1 + e^a) and its derivative sigmoid(a), with one exponential."""
+    z = exponential(-tl.abs(a))
+    share = quotient(1.0, 1.0 + z)
+    return tl.maximum(a, 0.0) + log_1_plus(z, logarithm(1.0 + z)), tl.where(a < 0.0, z * share, share)
+
+
+@triton.jit
 def softplus(a):
-    z = tl.exp(-tl.abs(a))
-    return tl.maximum(a, 0.0) + log_1_plus(z, logarithm(1.0 + z))
+    y, _slope = softplus_and_slope(a)
+    return y
 
 
 @triton.jit
@@ -94,15 +136,15 @@ def artanh_series(square):
 @triton.jit
 def log_1_plus_share(z):
     """log(1 + z) for 0 <= z <= 1 to float32's rounding, as 2 artanh(z / (2 + z))."""
-    w = z / (2.0 + z)
+    w = quotient(z, 2.0 + z)
     return 2.0 * w * artanh_series(w * w)
 
 
 @triton.jit
 def exact_softplus(a):
     """log(1 + e^a) to float32's rounding, at any size, as above with z = e^{-|a|}."""
-    z = tl.exp(-tl.abs(a))
-    w = z / (2.0 + z)
+    z = exponential(-tl.abs(a))
+    w = quotient(z, 2.0 + z)
     series = artanh_series(w * w)
     return tl.maximum(a, 0.0) + 2.0 * w * series
 
@@ -110,7 +152,7 @@ def exact_softplus(a):
 @triton.jit
 def slope_of_beta(beta):
     """d beta / d theta = 1 - e^-beta, of beta = softplus(theta + its start)."""
-    return tl.where(beta < 1.0, -exp_minus_1(-tl.minimum(beta, 1.0)), 1.0 - tl.exp(-beta))
+    return tl.where(beta < 1.0, -exp_minus_1(-tl.minimum(beta, 1.0)), 1.0 - exponential(-beta))
 
 
 @triton.jit
@@ -122,21 +164,22 @@ def turned(x, cos, sin, there, HALF: tl.constexpr):
 
 
 @triton.jit
-def through_gate(logit, u, d_o, inside, width, eps):
+def through_gate(logit, u, d_o, there, width, eps):
     """The gradients of the logit and of u from that of o = u gate(logit): with s = softplus(logit) and r the norm's
-    factor, ds = r (h - r^2 mean(h s) s), h = u do."""
-    s = tl.where(inside, softplus(logit), 0.0)
-    r = tl.rsqrt(tl.sum(s * s, 1) / width + eps)[:, None]
+    factor, ds = r (h - r^2 mean(h s) s), h = u do. Where d_o is 0 along a row, so are they."""
+    s, slope = softplus_and_slope(logit)
+    s = tl.where(there, s, 0.0)
+    r = tl.rsqrt(tl.sum(s * s, 1) * (1.0 / width) + eps)[:, None]
     h = d_o * u
-    d_s = r * (h - r * r * (tl.sum(h * s, 1) / width)[:, None] * s)
-    return d_s * tl.sigmoid(logit), d_o * (r * s)
+    d_s = r * (h - r * r * (tl.sum(h * s, 1) * (1.0 / width))[:, None] * s)
+    return d_s * slope, d_o * (r * s)
 
 
 @triton.jit
-def gate(logit, inside, width, eps):
-    """RMSNorm of softplus(logit) along the second axis, over `width` entries that are inside."""
-    s = tl.where(inside, softplus(logit.to(tl.float32)), 0.0)
-    return tl.rsqrt(tl.sum(s * s, 1) / width + eps)[:, None] * s
+def gate(logit, there, width, eps):
+    """RMSNorm of softplus(logit) along the second axis, over `width` entries that are there."""
+    s = tl.where(there, softplus(logit.to(tl.float32)), 0.0)
+    return tl.rsqrt(tl.sum(s * s, 1) * (1.0 / width) + eps)[:, None] * s
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from fem.ops.common.backend import on
 from fem.ops.common.launch import cdiv, launched, next_power_of_2
 from fem.ops.common.rope import turned
 
-NUMBERS = 1024  # of a program, 8 for each of 128 threads
+NUMBERS = 2048  # of a program, 16 for each of 128 threads
 
 
 def features(

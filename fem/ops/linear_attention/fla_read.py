@@ -29,7 +29,7 @@ from fem.ops.common.shared import shared
 from fem.ops.linear_attention import scan_kernels as K
 from fem.ops.linear_attention.linear_log_space import LinearInputs
 
-NUMBERS = 1024  # of a tile, 8 for each of 128 threads
+NUMBERS = 2048  # of a tile, 16 for each of 128 threads
 PART = 256  # tokens whose extremes one program finds
 CELLS = 8  # key channels of a memory that are read together
 MISCOMPILES = "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"

@@ -26,6 +26,8 @@ from fem.ops.common.triton_math import (
     level,
     lifted,
     logarithm,
+    quotient,
+    sigmoid,
     slope_of_beta,
 )
 
@@ -36,6 +38,7 @@ FORGOTTEN = tl.constexpr(-104.0)  # e^-104 is 0 in float32; more would take digi
 LEAST_BETA = tl.constexpr(0.1)  # below it, or at a smaller span of a head's values, float32 loses digits of gradients
 LEAST_SPAN = tl.constexpr(2.0)
 INFINITE = tl.constexpr(float("inf"))
+LEAST_WEIGHT = tl.constexpr(2.0**-126)  # that has a reciprocal in float32
 
 
 @triton.jit
@@ -304,7 +307,7 @@ def scan_pack_backward_kernel(
         d_x = tl.load(d_decay + entry * DECAYS + decay, there, other=0.0).to(tl.float32)
         if LOGITS:
             at = token * g_row + head * GIVEN + tl.minimum(decay, GIVEN - 1)
-            d_x *= (1 / 16) * tl.sigmoid(-tl.load(g + at, there, other=0.0).to(tl.float32))
+            d_x *= (1 / 16) * sigmoid(-tl.load(g + at, there, other=0.0).to(tl.float32))
         store_decays(d_g + token * d_g_row + head * GIVEN, d_x, inside, decay, GIVEN, DECAYS, False)
 
 
@@ -334,13 +337,14 @@ def load_sums(
         floor = tl.sum(q, 1)[:, None]
         seen = floor > 0
     lowest = tl.min(tl.where(narrow | (in_free == 0), INFINITE, e), 1)[:, None]
-    proven = (weight > 0) & (weight >= floor * LEAST_PROVEN) & (weight < INFINITE)
+    proven = (weight >= LEAST_WEIGHT) & (weight >= floor * LEAST_PROVEN) & (weight < INFINITE)
     proven &= lowest >= tl.maximum(weight, floor) * LEAST_PROVEN
     known = seen & proven
     weight = tl.where(known, weight, 1.0)
-    ratio = tl.where(known, e / weight, tl.where(narrow, 0.0, 1.0))
-    lift, slope = level(ratio, narrow, ratio != ratio)
-    mean, free_energy = tl.where(known, v / weight, 0.0), tl.where(known, shift + lift / rate, 0.0)
+    light, slow = 1.0 / weight, 1.0 / rate
+    ratio = tl.where(known, e * light, tl.where(narrow, 0.0, 1.0))
+    lift, base = level(ratio, narrow)
+    mean, free_energy = tl.where(known, v * light, 0.0), tl.where(known, shift + lift * slow, 0.0)
     return (
         entry,
         in_mean,
@@ -352,7 +356,7 @@ def load_sums(
         mean,
         free_energy,
         ratio,
-        slope,
+        quotient(1.0, base),
         middle,
         rate,
         scale,
@@ -401,18 +405,18 @@ def scan_unpack_backward_kernel(
     )
     channel, column, rest = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, REST)
     dtype = d_sums.dtype.element_ty
-    d_weight = tl.zeros((ROWS, 1), tl.float32)
+    d_weight, light, slow = tl.zeros((ROWS, 1), tl.float32), 1.0 / weight, 1.0 / rate
     d_v, d_e = tl.zeros((ROWS, BROAD), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     if GRADS & 1:
-        d_weight += tl.load(d_log_weight + entry, inside & known, other=0.0) / weight
+        d_weight += tl.load(d_log_weight + entry, inside & known, other=0.0) * light
     if GRADS & 2:
-        d_v = tl.load(d_mean + entry * MEAN + column[None], in_mean & known, other=0.0).to(tl.float32) / weight
+        d_v = tl.load(d_mean + entry * MEAN + column[None], in_mean & known, other=0.0).to(tl.float32) * light
         d_v = d_v.to(dtype).to(tl.float32)
         d_weight -= tl.sum(d_v * v, 1)[:, None]
     tilt = tl.zeros((ROWS, COLUMNS), tl.float32)
     if GRADS & 4:
-        d_f = tl.load(d_free + entry * FREE + channel[None], in_free & known, other=0.0).to(tl.float32) / rate
-        d_e = tl.where(in_free & known, d_f * slope / weight, 0.0).to(dtype).to(tl.float32)
+        d_f = tl.load(d_free + entry * FREE + channel[None], in_free & known, other=0.0).to(tl.float32) * slow
+        d_e = tl.where(in_free & known, d_f * slope * light, 0.0).to(dtype).to(tl.float32)
         d_weight -= tl.sum(tl.where(in_free & known, d_e * ratio, 0.0), 1)[:, None]
         tilt = tl.where(in_free & known, d_f * (middle - f), 0.0)
         if SLOPE:

@@ -48,6 +48,7 @@ from fem.ops.common.own_backward import OwnBackward
 from fem.ops.common.precision import double
 from fem.ops.common.read import Terms
 from fem.ops.common.scan import memory_before
+from fem.ops.common.triton_math import exponential, quotient
 from fem.ops.ssm.ssm_log_space import SsmInputs, ssm_by_prefixes
 
 CHUNK = 128  # tokens between cells that are kept
@@ -145,10 +146,10 @@ def ssm_kernel(
             seen = total > NO_WEIGHT
             tl.store(weights + to, tl.where(seen, total, LOG_ZERO), live)
             if HAS_V:
-                read = merged_means(gain, tl.sum(tl.exp(log_p) * tl.trans(mean), 0), value)
+                read = merged_means(gain, tl.sum(exponential(log_p) * tl.trans(mean), 0), value)
                 tl.store(means + to, tl.where(seen, read, 0.0), live)
             if HAS_F:
-                read = log_average(log_p, tl.trans(rate[:, None] * free)) / rate
+                read = log_average(log_p, tl.trans(rate[:, None] * free)) * quotient(1.0, rate)
                 read = merged_energies(gain, read, energy, rate)
                 tl.store(frees + to, tl.where(seen, read, 0.0), live)
     if ENDS:
@@ -247,7 +248,7 @@ def ssm_backward_kernel(
             fall, x = moved(step, height, into, falls, opens, token)
             scores = tl.where((total > NO_WEIGHT)[:, None], weight + out[None] - total[:, None], LOG_ZERO)
             log_p, log_own = tl.maximum(scores, LOG_ZERO), tl.where(total > NO_WEIGHT, own - total, LOG_ZERO)
-            p, p_own = tl.exp(log_p), tl.exp(log_own)
+            p, p_own = exponential(log_p), exponential(log_own)
             d_score, d_own, d_value, d_energy = p * d_total[:, None], p_own * d_total, alone, alone
             if HAS_V:
                 d_score += p * (mean - mean_read[:, None]) * d_mean[:, None]
@@ -255,22 +256,23 @@ def ssm_backward_kernel(
                 rho += p * d_mean[:, None]
                 d_value = p_own * d_mean
             if HAS_F:
-                slope = d_free / rate
+                slow = quotient(1.0, rate)
+                slope = d_free * slow
                 above, own_above = free - free_read[:, None], energy - free_read
-                q = tl.exp(log_p + rate[:, None] * above) * d_free[:, None]
-                d_energy = tl.exp(log_own + rate * own_above) * d_free
+                q = exponential(log_p + rate[:, None] * above) * d_free[:, None]
+                d_energy = exponential(log_own + rate * own_above) * d_free
                 d_score += share_apart(log_p, rate[:, None] * above) * slope[:, None]
                 d_own += share_apart(log_own, rate * own_above) * slope
                 gamma += q
-                tilt += q * above / rate[:, None]
-                own_tilt += d_energy * own_above / rate
+                tilt += q * above * slow[:, None]
+                own_tilt += d_energy * own_above * slow
             tl.store(d_log_c + (part + token) * N + state, tl.sum(d_score, 0), exists)
             w += d_score
             skip_sum += d_own
 
             # Through the cells.
             log_share, log_keep = log_shares(x, fall, weight_before, weight)
-            share, keep = tl.exp(log_share), tl.exp(log_keep)
+            share, keep = exponential(log_share), exponential(log_keep)
             of_x, of_fall = w * share, w * keep
             if HAS_V:
                 tl.store(d_v + place, d_value + tl.sum(share * rho, 1), live)

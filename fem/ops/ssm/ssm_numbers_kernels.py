@@ -17,68 +17,72 @@ from fem.ops.common.joined import tokens_apart
 from fem.ops.common.launch import cdiv, launched
 from fem.ops.common.merge_kernels import NUMBERS
 from fem.ops.common.operator import again_differentiable
-from fem.ops.common.triton_math import exact_softplus
+from fem.ops.common.triton_math import exact_softplus, quotient, sigmoid
 from fem.ops.ssm.ssm_log_space import plain_numbers
 
 LEAST_LOGIT = tl.constexpr(-30.0)
 
 
 @triton.jit
-def logits_at(x, at, size, width, row):
+def logits_at(x, at, size, width: tl.constexpr, row):
     """The logits x of tokens of that width, which lie a row apart."""
     token = (at // width).to(tl.int64)
     return tl.load(x + token * row + at % width, at < size, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def positive(x, y, log_y, at, size, width, row, SIGN: tl.constexpr):
-    """SIGN softplus(x), and its logarithm where there is one to be written."""
-    logit = logits_at(x, at, size, width, row)
-    number = exact_softplus(logit)
-    tl.store(y + at, SIGN * number, at < size)
-    if log_y is not None:
-        tl.store(log_y + at, tl.where(logit < LEAST_LOGIT, logit, tl.log(tl.maximum(number, 1e-14))), at < size)
+def positive(x, y, log_y, size, width: tl.constexpr, row, SIGN: tl.constexpr, BLOCK: tl.constexpr):
+    """SIGN softplus(x), and its logarithm where there is one to be written, of this program's BLOCK numbers if any."""
+    first = tl.program_id(0) * BLOCK
+    if first < size:
+        at = first + tl.arange(0, BLOCK)
+        logit = logits_at(x, at, size, width, row)
+        number = exact_softplus(logit)
+        tl.store(y + at, SIGN * number, at < size)
+        if log_y is not None:
+            tl.store(log_y + at, tl.where(logit < LEAST_LOGIT, logit, tl.log(tl.maximum(number, 1e-14))), at < size)
 
 
 @triton.jit
-def through_positive(x, d_y, d_log, d_x, at, size, width, row, SIGN: tl.constexpr):
-    """The gradient of x, from those that there are."""
-    logit = logits_at(x, at, size, width, row)
-    total = tl.zeros(at.shape, tl.float32)
-    if d_y is not None:
-        total += SIGN * tl.load(d_y + at, at < size, other=0.0) * tl.sigmoid(logit)
-    if d_log is not None:
-        slope = tl.where(logit < LEAST_LOGIT, 1.0, tl.sigmoid(logit) / tl.maximum(exact_softplus(logit), 1e-14))
-        total += tl.load(d_log + at, at < size, other=0.0) * slope
-    tl.store(d_x + at, total, at < size)
+def through_positive(x, d_y, d_log, d_x, size, width: tl.constexpr, row, SIGN: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradient of x, from those that there are, of the same numbers."""
+    first = tl.program_id(0) * BLOCK
+    if first < size:
+        at = first + tl.arange(0, BLOCK)
+        logit, total = logits_at(x, at, size, width, row), tl.zeros((BLOCK,), tl.float32)
+        slope = sigmoid(logit)
+        if d_y is not None:
+            total += SIGN * tl.load(d_y + at, at < size, other=0.0) * slope
+        if d_log is not None:
+            slope = tl.where(logit < LEAST_LOGIT, 1.0, quotient(slope, tl.maximum(exact_softplus(logit), 1e-14)))
+            total += tl.load(d_log + at, at < size, other=0.0) * slope
+        tl.store(d_x + at, total, at < size)
 
 
 @launched
 def numbers_kernel(
-    delta, a, b, c, d, delta_out, a_out, b_out, c_out, d_out, log_delta, log_b, log_c, steps, rates, states, channels,
-    delta_row, b_row, c_row, N, BLOCK: tl.constexpr,
+    delta, a, b, c, d, delta_out, a_out, b_out, c_out, d_out, log_delta, log_b, log_c, steps, rates, states, delta_row,
+    b_row, c_row, channels: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK numbers of each: Delta, A, B, C and D, and the logarithms of Delta, B and C."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    positive(delta, delta_out, log_delta, at, steps, channels, delta_row, 1.0)
-    positive(a, a_out, None, at, rates, N, N, -1.0)
-    positive(b, b_out, log_b, at, states, N, b_row, 1.0)
-    positive(c, c_out, log_c, at, states, N, c_row, 1.0)
-    positive(d, d_out, None, at, channels, channels, channels, 1.0)
+    positive(delta, delta_out, log_delta, steps, channels, delta_row, 1.0, BLOCK)
+    positive(a, a_out, None, rates, N, N, -1.0, BLOCK)
+    positive(b, b_out, log_b, states, N, b_row, 1.0, BLOCK)
+    positive(c, c_out, log_c, states, N, c_row, 1.0, BLOCK)
+    positive(d, d_out, None, channels, channels, channels, 1.0, BLOCK)
 
 
 @launched
 def numbers_backward_kernel(
     delta, a, b, c, d, d_delta, d_a, d_b, d_c, d_d, d_log_delta, d_log_b, d_log_c, delta_out, a_out, b_out, c_out,
-    d_out, steps, rates, states, channels, delta_row, b_row, c_row, N, BLOCK: tl.constexpr,
+    d_out, steps, rates, states, delta_row, b_row, c_row, channels: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BLOCK logits of each."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    through_positive(delta, d_delta, d_log_delta, delta_out, at, steps, channels, delta_row, 1.0)
-    through_positive(a, d_a, None, a_out, at, rates, N, N, -1.0)
-    through_positive(b, d_b, d_log_b, b_out, at, states, N, b_row, 1.0)
-    through_positive(c, d_c, d_log_c, c_out, at, states, N, c_row, 1.0)
-    through_positive(d, d_d, None, d_out, at, channels, channels, channels, 1.0)
+    through_positive(delta, d_delta, d_log_delta, delta_out, steps, channels, delta_row, 1.0, BLOCK)
+    through_positive(a, d_a, None, a_out, rates, N, N, -1.0, BLOCK)
+    through_positive(b, d_b, d_log_b, b_out, states, N, b_row, 1.0, BLOCK)
+    through_positive(c, d_c, d_log_c, c_out, states, N, c_row, 1.0, BLOCK)
+    through_positive(d, d_d, None, d_out, channels, channels, channels, 1.0, BLOCK)
 
 
 def numbers_by_kernels(*logits: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
@@ -121,4 +125,4 @@ def _launch(kernel, logits, others) -> None:
     delta, a, b, c, d = logits
     sizes, rows = [x.numel() for x in (delta, a, b, d)], [x.stride(1) for x in (delta, b, c)]
     with on(delta.device):
-        kernel[cdiv(max(sizes), NUMBERS),](*logits, *others, *sizes, *rows, a.shape[-1], BLOCK=NUMBERS)
+        kernel[cdiv(max(sizes), NUMBERS),](*logits, *others, *sizes[:3], *rows, sizes[3], a.shape[-1], BLOCK=NUMBERS)

@@ -24,10 +24,13 @@ from fem.ops.common.triton_math import (
     LEAST_PROVEN,
     energy,
     exact_softplus,
+    exponential,
     gate,
     level,
     lifted,
     product,
+    quotient,
+    sigmoid,
     slope_of_beta,
     through_gate,
     turned,
@@ -213,7 +216,7 @@ def pack_backward_kernel(
         in_free = rows[:, None] & there[None]
         shift, _narrow, rate = load_scheme(scheme, beta, batch, head, heads, FREE, channel, there)
         x = tl.load(f + token * f_row + head * f_head + channel[None], in_free, other=0.0).to(tl.float32) - shift[None]
-        d_f = tl.load(packed + (MEAN if SHARED else 0), in_free, other=0.0).to(tl.float32) * tl.exp(x * rate[None])
+        d_f = tl.load(packed + (MEAN if SHARED else 0), in_free, other=0.0).to(tl.float32) * exponential(x * rate[None])
         d += rate[None] * d_f
         if tl.load(raised + batch * heads + head) != 0:
             d += tl.load(to_v, in_free, other=0.0).to(tl.float32)
@@ -254,21 +257,20 @@ def mix_kernel(
         shift, narrow, rate = load_scheme(scheme, beta, batch, head // GROUP, heads // GROUP, FREE, channel, there)
         in_free = rows[:, None] & there[None]
         total = tl.load(summed + MEAN, in_free, other=1.0).to(tl.float32) if SHARED else tl.where(in_free, u, 1.0)
-        doubtful = is_doubtful(total, narrow[None])
-        flag = flags + (batch * heads + head) * tl.num_programs(1) + tile
-        tl.store(flag, tl.max(doubtful.to(tl.int32)))
-        lift, _ = level(total, narrow[None], doubtful)
-        free_energy = shift[None] + lift / rate[None]
+        doubt = tl.max(is_doubtful(total, narrow[None]).to(tl.int32))
+        tl.store(flags + (batch * heads + head) * tl.num_programs(1) + tile, doubt)
+        lift, _base = level(total, narrow[None])
+        free_energy = shift[None] + lift * quotient(1.0, rate)[None]
         if SHARED:
             logit = load_logits(
                 inner, inner_up, inner_bias, token, rows, head, column, inner_row, width, RANK,
             )  # fmt: skip
-            u += tl.sigmoid(logit) * (free_energy - u)
+            u += sigmoid(logit) * (free_energy - u)
         else:
             u = tl.where(in_free, free_energy, u)
     if GATED:
         logit = load_logits(outer, outer_up, outer_bias, token, rows, head, column, outer_row, width, RANK)
-        u *= gate(logit, inside, width, eps)
+        u *= gate(logit, (column < width)[None], width, eps)
     tl.store(o + token * heads * width + head * width + column[None], u, inside)
 
 
@@ -300,50 +302,50 @@ def mix_backward_kernel(
         shift, narrow, rate = load_scheme(scheme, beta, batch, head // GROUP, heads // GROUP, FREE, channel, there)
         in_free = rows[:, None] & there[None]
         total = tl.load(out + summed + MEAN, in_free, other=1.0).to(tl.float32) if SHARED else tl.where(in_free, u, 1.0)
-        doubtful = is_doubtful(total, narrow[None])
-        lift, slope = level(total, narrow[None], doubtful)
-        free_energy = shift[None] + lift / rate[None]
+        lift, base = level(total, narrow[None])
+        inverse = quotient(1.0, rate)[None]
+        free_energy, slope = shift[None] + lift * inverse, quotient(inverse, base)
         kept = token * heads * FREE + head * FREE + channel[None]
         flagged = tl.load(flags + (batch * heads + head) * tl.num_programs(1) + tile) != 0
-        if flagged:
-            known = tl.load(exact + kept, in_free & doubtful, other=0.0).to(tl.float32)
-            free_energy = tl.where(doubtful, known, free_energy)
+        if flagged:  # a doubtful entry's F was found apart; its lift and slope are 0
+            doubtful = is_doubtful(total, narrow[None])
+            known = tl.load(exact + kept, in_free, other=0.0)
+            free_energy, slope = tl.where(doubtful, known, free_energy), tl.where(doubtful, 0.0, slope)
         gap = free_energy - u
         if SHARED:
             logit = load_logits(
                 inner, inner_up, inner_bias, token, rows, head, column, inner_row, width, RANK,
             )  # fmt: skip
-            lambda_ = tl.sigmoid(logit)
+            lambda_ = sigmoid(logit)
             u += lambda_ * gap
         else:
             u = tl.where(in_free, free_energy, u)
     if GATED:
         logit = load_logits(outer, outer_up, outer_bias, token, rows, head, column, outer_row, width, RANK)
-        d_logit, d_u = through_gate(logit, u, d_u, inside, width, eps)
-        d_logit = tl.where(inside, d_logit, 0.0)
+        d_logit, d_u = through_gate(logit, u, d_u, (column < width)[None], width, eps)
         tl.store(d_outer + token * d_outer_row + head * width + column[None], d_logit, inside)
         if d_biases is not None:
             last = (batch * tl.num_programs(1) + tile) * (SHARED + 1) + SHARED
             at = d_biases + (last * heads + head) * width + column
             tl.store(at, tl.sum(d_logit, 0), column < width)
     if FREE > 0:
+        d_f = d_u
         if SHARED:
-            d_logit = tl.where(inside, d_u * gap * lambda_ * (1 - lambda_), 0.0)
+            d_f = d_u * lambda_
+            d_logit = d_f * gap * (1 - lambda_)
             tl.store(d_inner + token * d_inner_row + head * width + column[None], d_logit, inside)
             if d_biases is not None:
                 first = (batch * tl.num_programs(1) + tile) * (GATED + 1)
                 at = d_biases + (first * heads + head) * width + column
                 tl.store(at, tl.sum(d_logit, 0), column < width)
-            d_f = d_u * lambda_
             tl.store(d_out + summed, d_u - d_f, inside)
-            tl.store(d_out + summed + MEAN, d_f * slope / rate[None], inside)
+            tl.store(d_out + summed + MEAN, d_f * slope, inside)
         else:
-            d_f = d_u
-            tl.store(d_out + summed, tl.where(in_free, d_f * slope / rate[None], d_u), inside)
+            tl.store(d_out + summed, tl.where(in_free, d_f * slope, d_u), inside)
         if flagged:
-            tl.store(d_free + kept, d_f, in_free & doubtful)
-        beta_part = -tl.sum(tl.where(in_free & (doubtful == 0), d_f * lift, 0.0), 0) / (rate * rate)
+            tl.store(d_free + kept, d_f, in_free)
+        tilt = -tl.sum(tl.where(there[None], d_f * lift, 0.0), 0) / (rate * rate)
         at = (batch * tl.num_programs(1) + tile) * heads * FREE + head * FREE + channel
-        tl.store(d_theta + at, beta_part * slope_of_beta(rate), there)
+        tl.store(d_theta + at, tilt * slope_of_beta(rate), there)
     else:
         tl.store(d_out + summed, d_u, inside)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fem.ops.common.launch import cdiv, next_power_of_2
 
-TILE_NUMBERS = 1024  # of a tile, 8 for each of 128 threads
+TILE_NUMBERS = 2048  # of a tile, 16 for each of 128 threads: what a tile does once takes half of all with 8
+REGISTERS = 168  # that a thread of the largest kernel holds at most: three of its programs are under way, not two
 MODULATED = 2048  # of a tile that is multiplied by 1 + W h: fewer tokens would read W more often
 SPANS = 8  # programs that share the flags of a head
 KEYS = 64  # a block of keys of the kernels of doubt
@@ -41,6 +42,7 @@ class Form(NamedTuple):
     context: int
     flash: bool
     twice: bool
+    tile: int = TILE_NUMBERS  # of a graph, which may be stored, and outlive this version
 
     @property
     def width(self) -> int:
@@ -96,7 +98,7 @@ class Options(NamedTuple):
         return cls(Form(*form), *numbers)
 
 
-SETTINGS = "int[] form, float scale, float eps, float beta_start"
+SETTINGS = "int[] numbers, float scale, float eps, float beta_start"
 
 
 class Sizes(NamedTuple):
@@ -112,6 +114,7 @@ class Sizes(NamedTuple):
     parts: tuple[int, int, int]
     turns: tuple[int]  # of the tiles that are rotated
     mix: dict[str, int]
+    held: dict[str, int]  # of the kernel that goes back through it; slim gates' would spill what it may not hold
     pack: dict[str, int]
     extremes: dict[str, int]
     rotate: dict[str, int]
@@ -135,7 +138,7 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
         columns, rows = max(columns, LEAST), max(LEAST, MODULATED // columns)
         channels = columns
     values = {**halves, "SHARED": form.shared, "CONTEXT": form.context, "ROWS": rows}
-    turned, parts, heads = max(1, TILE_NUMBERS // half), cdiv(time, PART), form.heads + form.kv_heads
+    turned, parts, heads = max(1, form.tile // half), cdiv(time, PART), form.heads + form.kv_heads
     return Sizes(
         tiles,
         flags,
@@ -147,6 +150,7 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
         parts=(form.kv_heads, parts, batch),
         turns=(heads * cdiv(batch * time, turned),),
         mix=mix | {"COLUMNS": max(columns, LEAST if form.rank else 1)},
+        held={} if form.rank else {"maxnreg": REGISTERS},
         pack={**values, "COLUMNS": columns},
         extremes={**values, "PART": PART, "COLUMNS": channels},
         rotate={"WIDTH": form.key_width, "ROWS": turned, "HALF": half},
@@ -156,7 +160,7 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
 
 def rows_of_tile(form: Form) -> int:
     """Tokens of a tile."""
-    return max(LEAST if form.rank else 1, TILE_NUMBERS // next_power_of_2(form.width))
+    return max(LEAST if form.rank else 1, form.tile // next_power_of_2(form.width))
 
 
 def row_stride(x: Tensor) -> int:

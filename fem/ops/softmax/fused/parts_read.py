@@ -21,8 +21,6 @@ from fem.ops.softmax.fused import elementwise_kernels as K
 from fem.ops.softmax.fused.doubt import Doubt, Proof, settle, through_doubt
 from fem.ops.softmax.fused.layer_form import Form, Options, Sizes, row_stride, rows_of_tile, sizes_of, strides
 
-BACKWARD_WARPS = 8  # of the largest kernel: with 4 it holds 150 registers a thread, and too few tiles are under way
-
 
 class Beside(NamedTuple):
     """What a read takes beside q, k, v and logits."""
@@ -200,7 +198,7 @@ def _through_gates(
     d_out = torch.empty_like(out)
     K.mix_backward_kernel[sizes.reads](
         grad, out, *inputs, *ups, scheme, beta, exact, flags, d_out, *outputs, parts, d_free, query_parts,
-        q.shape[1], eps, *map(row_stride, (*inputs, *outputs)), **sizes.mix, num_warps=BACKWARD_WARPS,
+        q.shape[1], eps, *map(row_stride, (*inputs, *outputs)), **sizes.mix, **sizes.held,
     )  # fmt: skip
     return d_out, _through_second_maps(gates, ups[::2], slim, d_gates) if form.rank else []
 
