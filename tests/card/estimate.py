@@ -48,6 +48,7 @@ LAYERS = {  # those that an H100 and an H200 timed, in research/results/cost.csv
     "softmax, split": SLIM | {"free_share": 0.5},
     "linear": {"prior_type": "linear"},
     "gla": {"prior_type": "gla"},
+    "gla, channels": {"prior_type": "gla", "decay": "channel"},
 }
 
 

@@ -176,10 +176,8 @@ def keep_piece(ends, at, every, there, down, rest, weight, mean, free, HAS_V: tl
 @triton.jit
 def share_apart(log_share, z):
     """e^{log_share} (e^z - 1), for log_share <= 0 and log_share + z <= 0."""
-    share = exponential(log_share)
-    return tl.where(
-        tl.abs(z) < 1.0, share * exp_minus_1(tl.minimum(tl.maximum(z, -1.0), 1.0)), exponential(log_share + z) - share
-    )
+    share, near = exponential(log_share), tl.abs(z) < 1.0
+    return tl.where(near, share * exp_minus_1(tl.where(near, z, 0.0)), exponential(log_share + z) - share)
 
 
 @triton.jit

@@ -98,7 +98,7 @@ def energy(z, narrow):
     """e = exp(z); exp(z) - 1 where narrow."""
     e = exponential(z)
     if is_some(narrow):
-        e = tl.where(narrow, exp_minus_1(tl.where(narrow, z, 0.0)), e)
+        e = tl.where(narrow, exp_minus_1(z), e)
     return e
 
 
@@ -152,7 +152,7 @@ def exact_softplus(a):
 @triton.jit
 def slope_of_beta(beta):
     """d beta / d theta = 1 - e^-beta, of beta = softplus(theta + its start)."""
-    return tl.where(beta < 1.0, -exp_minus_1(-tl.minimum(beta, 1.0)), 1.0 - exponential(-beta))
+    return tl.where(beta < 1.0, -exp_minus_1(-tl.minimum(beta, 1.0)), 1.0 - tl.exp(-beta))
 
 
 @triton.jit

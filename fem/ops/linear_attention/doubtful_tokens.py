@@ -14,6 +14,7 @@ from fem.ops.linear_attention.fla_read import ScanSizes, width_of
 KEYS = 16  # that a token is read over at a time
 PROGRAMS = 64  # of a head that share its tokens
 SPAN = 128  # tokens that are passed over together where none is marked, fewer where channels have decays of their own
+REGISTERS = 255  # of a thread, all that there are: ptxas would rather spill than hold more than 128
 BLOCK = 256  # numbers of decays whose gradients are summed at a time
 
 
@@ -80,7 +81,7 @@ def through_doubtful(
     sizes.launch(
         K.doubtful_items_backward_kernel, scan.grid(sizes), *rest, *grads, exact, d_k, d_v, d_f, rises, *scan.numbers,
         *d_v.stride()[1:3], *apart, SHARED=d_f is None, KEYS=KEYS, SPAN=SPAN if scan.decays == 1 else SPAN // 4,
-        DECAYS=scan.decays,
+        DECAYS=scan.decays, maxnreg=REGISTERS,
     )  # fmt: skip
     return rises
 

@@ -215,13 +215,15 @@ def pack_backward_kernel(
         there = (channel >= 0) & (channel < FREE)
         in_free = rows[:, None] & there[None]
         shift, _narrow, rate = load_scheme(scheme, beta, batch, head, heads, FREE, channel, there)
-        x = tl.load(f + token * f_row + head * f_head + channel[None], in_free, other=0.0).to(tl.float32) - shift[None]
-        d_f = tl.load(packed + (MEAN if SHARED else 0), in_free, other=0.0).to(tl.float32) * exponential(x * rate[None])
+        x = tl.load(f + token * f_row + head * f_head + channel[None], in_free, other=0.0).to(tl.float32)
+        x = tl.where(in_free, x - shift[None], 0.0)
+        d_f = tl.load(packed + (MEAN if SHARED else 0), in_free, other=0.0).to(tl.float32)
+        d_f *= exponential(rate[None] * x)
+        at = (batch * tl.num_programs(1) + tile) * heads * FREE + head * FREE + channel
+        tl.store(d_theta + at, tl.sum(d_f * x, 0) * slope_of_beta(rate), there)
         d += rate[None] * d_f
         if tl.load(raised + batch * heads + head) != 0:
             d += tl.load(to_v, in_free, other=0.0).to(tl.float32)
-        at = (batch * tl.num_programs(1) + tile) * heads * FREE + head * FREE + channel
-        tl.store(d_theta + at, tl.sum(tl.where(in_free, d_f * x, 0.0), 0) * slope_of_beta(rate), there)
     if CONTEXT > 0:
         x = tl.load(v + token * v_row + head * width + column[None], inside, other=0.0).to(tl.float32)
         tl.store(d_eta + token * heads * width + head * width + column[None], d * x, inside)
@@ -229,7 +231,7 @@ def pack_backward_kernel(
     tl.store(to_v, d, inside)
     if parts is not None:
         at = parts + ((batch * tl.num_programs(1) + tile) * heads + head) * width + column
-        tl.store(at, tl.sum(tl.where(inside, d, 0.0), 0), column < width)
+        tl.store(at, tl.sum(d, 0), column < width)
 
 
 @launched
@@ -305,11 +307,10 @@ def mix_backward_kernel(
         lift, base = level(total, narrow[None])
         inverse = quotient(1.0, rate)[None]
         free_energy, slope = shift[None] + lift * inverse, quotient(inverse, base)
-        kept = token * heads * FREE + head * FREE + channel[None]
         flagged = tl.load(flags + (batch * heads + head) * tl.num_programs(1) + tile) != 0
         if flagged:  # a doubtful entry's F was found apart; its lift and slope are 0
             doubtful = is_doubtful(total, narrow[None])
-            known = tl.load(exact + kept, in_free, other=0.0)
+            known = tl.load(exact + token * heads * FREE + head * FREE + channel[None], in_free, other=0.0)
             free_energy, slope = tl.where(doubtful, known, free_energy), tl.where(doubtful, 0.0, slope)
         gap = free_energy - u
         if SHARED:
@@ -332,18 +333,18 @@ def mix_backward_kernel(
         d_f = d_u
         if SHARED:
             d_f = d_u * lambda_
+            tl.store(d_out + summed + MEAN, d_f * slope, inside)
+            tl.store(d_out + summed, d_u - d_f, inside)
             d_logit = d_f * gap * (1 - lambda_)
             tl.store(d_inner + token * d_inner_row + head * width + column[None], d_logit, inside)
             if d_biases is not None:
                 first = (batch * tl.num_programs(1) + tile) * (GATED + 1)
                 at = d_biases + (first * heads + head) * width + column
                 tl.store(at, tl.sum(d_logit, 0), column < width)
-            tl.store(d_out + summed, d_u - d_f, inside)
-            tl.store(d_out + summed + MEAN, d_f * slope, inside)
         else:
             tl.store(d_out + summed, tl.where(in_free, d_f * slope, d_u), inside)
         if flagged:
-            tl.store(d_free + kept, d_f, in_free)
+            tl.store(d_free + token * heads * FREE + head * FREE + channel[None], d_f, in_free)
         tilt = -tl.sum(tl.where(there[None], d_f * lift, 0.0), 0) / (rate * rate)
         at = (batch * tl.num_programs(1) + tile) * heads * FREE + head * FREE + channel
         tl.store(d_theta + at, tilt * slope_of_beta(rate), there)

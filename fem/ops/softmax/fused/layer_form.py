@@ -12,7 +12,6 @@ from torch import Tensor
 from fem.ops.common.launch import cdiv, next_power_of_2
 
 TILE_NUMBERS = 2048  # of a tile, 16 for each of 128 threads: what a tile does once takes half of all with 8
-REGISTERS = 168  # that a thread of the largest kernel holds at most: three of its programs are under way, not two
 MODULATED = 2048  # of a tile that is multiplied by 1 + W h: fewer tokens would read W more often
 SPANS = 8  # programs that share the flags of a head
 KEYS = 64  # a block of keys of the kernels of doubt
@@ -114,7 +113,6 @@ class Sizes(NamedTuple):
     parts: tuple[int, int, int]
     turns: tuple[int]  # of the tiles that are rotated
     mix: dict[str, int]
-    held: dict[str, int]  # of the kernel that goes back through it; slim gates' would spill what it may not hold
     pack: dict[str, int]
     extremes: dict[str, int]
     rotate: dict[str, int]
@@ -150,7 +148,6 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
         parts=(form.kv_heads, parts, batch),
         turns=(heads * cdiv(batch * time, turned),),
         mix=mix | {"COLUMNS": max(columns, LEAST if form.rank else 1)},
-        held={} if form.rank else {"maxnreg": REGISTERS},
         pack={**values, "COLUMNS": columns},
         extremes={**values, "PART": PART, "COLUMNS": channels},
         rotate={"WIDTH": form.key_width, "ROWS": turned, "HALF": half},

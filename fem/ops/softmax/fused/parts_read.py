@@ -198,7 +198,7 @@ def _through_gates(
     d_out = torch.empty_like(out)
     K.mix_backward_kernel[sizes.reads](
         grad, out, *inputs, *ups, scheme, beta, exact, flags, d_out, *outputs, parts, d_free, query_parts,
-        q.shape[1], eps, *map(row_stride, (*inputs, *outputs)), **sizes.mix, **sizes.held,
+        q.shape[1], eps, *map(row_stride, (*inputs, *outputs)), **sizes.mix,
     )  # fmt: skip
     return d_out, _through_second_maps(gates, ups[::2], slim, d_gates) if form.rank else []
 
