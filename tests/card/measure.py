@@ -169,15 +169,15 @@ def registers_table(record: dict[str, dict]) -> str:
 
 
 def estimates_table(rows: list[dict], than: list[dict]) -> str:
-    """Milliseconds by estimate; where the same method is known for older code, beside what a card took for it."""
+    """Microseconds by estimate; where the same method is known for older code, beside what a card took for it."""
     known = {row["layer"]: row for row in than}
     columns = ("forward", "train", "attention", "products", "others")
-    heads = ["layer", *columns, "over attention's", "older code", "H200"]
+    heads = ["layer", *columns, "of attention's 100", "older code", "H200"]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for row in rows:
         old = known.get(row["layer"], {"estimated": 0, "measured": 0})
-        cells = [*(row[column] for column in columns), round(row["train"] / rows[0]["train"], 2)]
-        cells = [f"{x:.2f}" if x else "" for x in (*cells, old["estimated"], old["measured"])]
+        cells = [*(1000 * row[column] for column in columns), 100 * row["train"] / rows[0]["train"]]
+        cells = [f"{x:.0f}" if x else "" for x in (*cells, 1000 * old["estimated"], 1000 * old["measured"])]
         lines.append(f"| {' | '.join([row['layer'], *cells])} |")
     return "\n".join(lines)
 
@@ -205,10 +205,11 @@ decay by themselves. In brackets: bytes that it spills.
 
 ## Estimates
 
-No card took these. Milliseconds of a train step's launches, one after another, by `tests/card/estimate.py`:
+No card took these. Microseconds of a train step's launches, one after another, by `tests/card/estimate.py`:
 {record["setting"]}, bfloat16 parameters, slim gates of rank 64.
-`attention`, `products`, `others`: parts of the train step. `older code`: its train step by the same method for commit
-`54c997fc`, and what an H200 took for that, [captured](../research/results/README.md).
+`attention`, `products`, `others`: parts of the train step; beside them, the train step where attention's takes 100.
+`older code`: the train step of commit `54c997fc` by the same method, and what an H200 took for that,
+[captured](../research/results/README.md).
 
 {estimates_table(record["estimated"], record["estimates_checked"])}
 """
