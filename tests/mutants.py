@@ -132,6 +132,8 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
            "w += tl.load(end + 6 * C, live, other=0.0) * gamma", "pass", OWN_SCANS),
     Mutant("a mask with holes passes for one of ranges", "fem/ops/softmax/fused/bounded_attention.py",
            "(ranges == sees).all() if", "torch.ones_like(idle).all() if", f"{PARTS} -k 'replaced_attention and hole'"),
+    Mutant("tokens that are not there spoil the sums of a tile", "fem/ops/softmax/fused/elementwise_kernels.py",
+           "x = tl.where(in_free, x - shift[None], 0.0)", "x -= shift[None]", f"{FUSED} -k any_span"),
     Mutant("the second of two calls of attention gives keys no gradient", "fem/ops/softmax/fused/parts_read.py",
            "d_k.add_(more_k)", "d_k", f"{PARTS} -k two"),
     Mutant("the first norm's kernel forgets how far blocks of inputs are apart",

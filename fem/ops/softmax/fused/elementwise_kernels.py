@@ -286,7 +286,7 @@ def mix_backward_kernel(
 ):  # fmt: skip
     """du = g do; dR = dF / (beta R).
 
-    d_theta: of this tile, -sum_t dF (F - c) / beta dbeta/dtheta. Doubtful entries pass no dR: their dF goes to d_free.
+    d_theta: of this tile, -sum_t dF (F - c) / beta dbeta/dtheta. Where entries are doubtful, dF goes to d_free.
     d_biases (B tiles, 2 or 1, H width): of this tile, the gradients of lambda's bias and of g's.
     """
     head, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -308,10 +308,9 @@ def mix_backward_kernel(
         inverse = quotient(1.0, rate)[None]
         free_energy, slope = shift[None] + lift * inverse, quotient(inverse, base)
         flagged = tl.load(flags + (batch * heads + head) * tl.num_programs(1) + tile) != 0
-        if flagged:  # a doubtful entry's F was found apart; its lift and slope are 0
-            doubtful = is_doubtful(total, narrow[None])
+        if flagged:  # F was found apart; the gradient of an R that small comes to nothing
             known = tl.load(exact + token * heads * FREE + head * FREE + channel[None], in_free, other=0.0)
-            free_energy, slope = tl.where(doubtful, known, free_energy), tl.where(doubtful, 0.0, slope)
+            free_energy = tl.where(is_doubtful(total, narrow[None]), known, free_energy)
         gap = free_energy - u
         if SHARED:
             logit = load_logits(
