@@ -143,8 +143,8 @@ def log_1_plus_share(z):
 @triton.jit
 def exact_softplus(a):
     """log(1 + e^a) to float32's rounding, at any size, as above with z = e^{-|a|}."""
-    z = exponential(-tl.abs(a))
-    w = quotient(z, 2.0 + z)
+    z = tl.exp(-tl.abs(a))
+    w = z / (2.0 + z)
     series = artanh_series(w * w)
     return tl.maximum(a, 0.0) + 2.0 * w * series
 
