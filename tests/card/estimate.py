@@ -13,16 +13,13 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
-from pathlib import Path
 
 import card
 import measure
 import torch
-import triton
+from ahead_of_time import said_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -55,11 +52,7 @@ LAYERS = {  # those that an H100 and an H200 timed, in research/results/cost.csv
 @functools.cache
 def cycles(binary: bytes) -> int:
     """Of a scheduler, for all instructions of a warp."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        code = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    code = said_of(binary, "nvdisasm", "-c")
     names = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9]*)", code, re.MULTILINE)
     return sum(CYCLES.get(name, 1) for name in names)
 
@@ -75,15 +68,17 @@ class Watch(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.seconds, self.attentions = Counter(), []
+        self.seconds = Counter()
         card.watchers.append(self.kernel)
         for name in ("kernel_attention", "kernel_attention_backward"):
             setattr(fused_attention, name, self.attention(getattr(fused_attention, name)))
 
     def kernel(self, name, binary, warps, grid, arguments) -> None:
-        issued = cycles(binary) * warps * math.prod(grid) / ISSUES
-        ends = name.startswith("doubtful")
-        self.seconds[name] += LEAST if ends else max(size(tree_leaves(arguments)) / BANDWIDTH, issued, LEAST)
+        seconds = LEAST
+        if not name.startswith("doubtful"):
+            issued = cycles(binary) * warps * math.prod(grid) / ISSUES
+            seconds = max(size(tree_leaves(arguments)) / BANDWIDTH, issued, LEAST)
+        self.seconds[name] += seconds
 
     def attention(self, call):
         """The call, whose stand-in reads values of the keys' width."""

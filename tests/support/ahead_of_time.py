@@ -31,10 +31,15 @@ def compiled(kernel, types: dict[str, str], constants: dict, warps: int, capabil
 
 def usage(binary: bytes) -> dict[str, int]:
     """Registers of a thread of a compiled kernel, and bytes that it spills."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said_of(binary, "cuobjdump", "-res-usage")).groups()
+    return {"registers": int(registers), "spilled": int(stack)}
+
+
+def said_of(binary: bytes, tool: str, option: str) -> str:
+    """What a tool that Triton brings says of a compiled kernel."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout + said.stderr).groups()
-    return {"registers": int(registers), "spilled": int(stack)}
+        said = subprocess.run([path, option, file.name], capture_output=True, text=True, check=True)
+    return said.stdout + said.stderr

@@ -85,9 +85,8 @@ def merged_energies(gain, one, other, rate):
     level = lift - tl.abs(gain)  # of the lighter one's energy beside the heavier one's
     near = quotient(odds, 1.0 + odds) * expm1(tl.minimum(lift, NEAR))
     log = log1p(tl.where(lift < NEAR, near, exponential(-tl.abs(level))))
-    return base + tl.where(lift < NEAR, log, log + tl.maximum(level, 0.0) - log_1_plus_share(odds)) * quotient(
-        1.0, rate
-    )
+    nats = tl.where(lift < NEAR, log, log + tl.maximum(level, 0.0) - log_1_plus_share(odds))
+    return base + nats * quotient(1.0, rate)
 
 
 @triton.jit

@@ -41,7 +41,7 @@ class Form(NamedTuple):
     context: int
     flash: bool
     twice: bool
-    tile: int = TILE_NUMBERS  # of a graph, which may be stored, and outlive this version
+    tile: int = TILE_NUMBERS  # a graph has it, which may be stored, and outlive this version
 
     @property
     def width(self) -> int:
