@@ -53,12 +53,8 @@ def untouched(maps: Sequence[nn.Module], slim: Sequence[SlimProjection], parts: 
 
 
 def _softmax_reads(layer, call: Call) -> bool:
-    """No state before the call; one is returned where no gradient is wanted. No window over padded rows, in which it
-    would count other tokens once the kept ones come first."""
-    config, keep = layer.config, call.tokens.keep
-    if config.backend not in ("auto", "sdpa") or _kernel_of(layer, call) is None:
-        return False
-    if keep is not None and config.window is not None:
+    """No state before the call; one is returned where no gradient is wanted."""
+    if layer.config.backend not in ("auto", "sdpa") or _kernel_of(layer, call) is None:
         return False
     return call.memory is None or not (call.memory or torch.is_grad_enabled())
 
@@ -95,9 +91,10 @@ def mixed(
 def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
     from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
-    options, bounded, tokens, order = _softmax_options(layer, call), _bounded(layer, call), call.tokens, None
-    if tokens.keep is not None:
-        tokens, order = kept_first(tokens.keep, tokens.document)
+    options, bounded, given = _softmax_options(layer, call), _bounded(layer, call), call.tokens
+    tokens, order = given, None
+    if given.keep is not None:
+        tokens, order = kept_first(given.keep, given.document)
         features, call = order.kept_first(features), call._replace(tokens=tokens)
     tensors, memory = _tensors(layer, call, features), None
     seen = _seen(layer, call, order) if bounded else ()
@@ -105,11 +102,12 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
         o = mixed_read(options, *tensors, seen)
     else:
         o, k, v = prefill(options, *tensors, seen=seen)
-        if order is not None:  # in a cache, too, masked tokens may stand behind the kept ones
+        windowed, beta = layer.config.window is not None, layer.temperature(call.x)
+        if order is not None and windowed:
+            k, v, tokens = order.as_before(k), order.as_before(v), given
+        elif order is not None:  # in a cache, too, masked tokens may stand behind the kept ones
             tokens = replace(tokens, keep=~order.masked)
-        beta = layer.temperature(call.x)
         v, free_values = layer.pair(v, beta)
-        windowed = layer.config.window is not None
         memory = append({}, k, v, beta, tokens, windowed, free_values)
         memory = within_window(memory, layer.config.window) if windowed else memory
     return o if order is None else order.as_before(o), memory
@@ -219,8 +217,8 @@ def _seen(layer, call: Call, order: Order | None = None) -> list[Tensor]:
     """Which keys each token sees, in documents and under a window; none that an order has put behind the kept ones."""
     from fem.ops.softmax.fused.bounded_attention import with_lists
 
-    (time, device), config, masked = (call.x.shape[1], call.x.device), layer.config, order and order.masked
-    return with_lists(*seen_keys(time, time, device, config.causal, config.window, call.tokens.document, masked))
+    (time, device), config = (call.x.shape[1], call.x.device), layer.config
+    return with_lists(*seen_keys(time, time, device, config.causal, config.window, call.tokens.document, order))
 
 
 def _bounded(layer, call: Call) -> bool:
@@ -341,5 +339,6 @@ _TABLES: dict[tuple, tuple[Tensor, Tensor]] = {}
 
 
 def _turns(time: int, frequency: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """factor cos(t w) and factor sin(t w), parts of one tensor: of two, inductor would make two kernels."""
     angle = torch.arange(time, device=frequency.device, dtype=torch.float64)[:, None] * frequency
-    return (factor * angle.cos()).float(), (factor * angle.sin()).float()
+    return (factor * torch.stack([angle.cos(), angle.sin()])).float().unbind()

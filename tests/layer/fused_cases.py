@@ -140,7 +140,7 @@ def test_values_of_any_span_are_read_exactly(name, values):
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("name", ["full", "slim, grouped, conditioner", "gla", "linear, slim, split, conditioner",
-                                  "both directions", "both directions, conditioner"])  # fmt: skip
+                                  "both directions", "both directions, conditioner", *WINDOWS])  # fmt: skip
 def test_masking_a_token_equals_deleting_it(name, documents, monkeypatch):
     """Rows padded on the left, on the right, with a hole, and of masked tokens alone; NaN stands in these."""
     layer, x = build(LAYERS[name]), torch.randn(4, 19, 20)
@@ -202,8 +202,9 @@ LINEAR_PROMPTS += ["gla, F alone"]
 
 
 @pytest.mark.parametrize("name, padded, documents, doubt", [
-    *product(SOFTMAX_PROMPTS, [False, True], [False], [False]), ("a window", False, False, False),
-    *product(BOUNDED_PROMPTS, [False, True], [True], [False]), ("a window", False, True, False),
+    *product(SOFTMAX_PROMPTS, [False, True], [False], [False]),
+    *product(BOUNDED_PROMPTS, [False, True], [True], [False]),
+    *product(["a window"], [False, True], [False, True], [False]),
     *product(LINEAR_PROMPTS, [False, True], [False, True], [True]),
     *product(["gla"], [False, True], [False, True], [False]),
 ])  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -20,6 +21,15 @@ class Order(NamedTuple):
     back: Int[Tensor, "b t"]
     masked_before: Bool[Tensor, "b t"]
     masked: Bool[Tensor, "b t"]
+
+    @property
+    def column(self) -> Int[Tensor, "b t"]:
+        """Where each token of the new order stood, of which masked ones count as the last."""
+        return self.order.masked_fill(self.masked, self.order.shape[1] - 1)
+
+    def kept_before(self, column: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+        """How many kept tokens of its row stood before each column."""
+        return F.pad((~self.masked_before).cumsum(1), (1, 0)).gather(1, column)
 
     def kept_first(self, x: Float[Tensor, "b t *d"]) -> Float[Tensor, "b t *d"]:
         """In the new order, with 0 for masked tokens."""

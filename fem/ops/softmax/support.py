@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fem.ops.common.backend import guarded, portable
+from fem.ops.common.kept_first import Order
 from fem.ops.common.precision import upcast
 from fem.ops.common.shared import shared
 from fem.ops.common.tokens import Tokens
@@ -120,22 +121,25 @@ def seen_keys(
     causal: bool,
     window: int | None,
     document: Int[Tensor, "b t"] | None,
-    masked: Bool[Tensor, "b t"] | None = None,
+    order: Order | None = None,
 ) -> tuple[Int[Tensor, "#b tq"], Int[Tensor, "#b tq"]]:
-    """first and end under a window and in documents. masked: the keys of each row that nobody sees, its last ones;
-    a row of such keys alone sees its first."""
+    """first and end under a window and in documents, of tokens in an order, if any, whose masked ones nobody sees; a
+    row of masked tokens alone sees its first."""
     row = torch.arange(queries, device=device)[None] + (keys - queries)
     first, end = torch.zeros_like(row), row + 1 if causal else torch.full_like(row, keys)
     if window is not None:
-        window = min(window, _FAR)
-        first, end = (row - window + 1).clamp_min(0), end if causal else (row + window).clamp_max(keys)
+        window, column = min(window, _FAR), row if order is None else order.column
+        first, behind = (column - window + 1).clamp_min(0), (column + window).clamp_max(keys)
+        if order is not None:
+            first, behind = order.kept_before(first), order.kept_before(behind)
+        end = end if causal else behind
     if document is not None:
         document = document.contiguous()
         own = document[:, keys - queries :].contiguous()
         first = torch.maximum(first, _before(document, own))
         end = end if causal else torch.minimum(end, _before(document, own + 1))
-    if masked is not None:
-        end = torch.minimum(end, (~masked).sum(1, keepdim=True)).clamp_min(1)
+    if order is not None:
+        end = torch.minimum(end, (~order.masked).sum(1, keepdim=True)).clamp_min(1)
         first = torch.minimum(first, end - 1)
     return first.int(), end.expand_as(first).int().contiguous()
 
