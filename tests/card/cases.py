@@ -240,12 +240,13 @@ def test_padding_and_documents_are_read_in_16_bits(prior, dtype):
 
 
 @full
-@pytest.mark.parametrize("rules", [{}, {"window": 5}])
-def test_a_softmax_read_is_compiled_for_any_sizes(rules):
-    """torch's attention takes no conditions on symbols."""
+@pytest.mark.parametrize("rules, key_heads", [({}, 4), ({"window": 5}, 4), ({"window": 5}, 2)])
+def test_a_softmax_read_is_compiled_for_any_sizes(rules, key_heads):
+    """torch's attention takes no conditions on symbols, and no numbers of heads of which one is a product."""
     read = torch.compile(lambda *inputs: softmax_read(*inputs, **rules).mean.sum(), dynamic=True, fullgraph=True)
-    heads = [torch.randn(2, 40, 4, width, device="cuda", requires_grad=True) for width in (16, 16, 8)]
-    read(*heads, torch.ones(4, 8, device="cuda")).backward()
+    sizes = (4, 16), (key_heads, 16), (key_heads, 8)
+    heads = [torch.randn(2, 40, *size, device="cuda", requires_grad=True) for size in sizes]
+    read(*heads, torch.ones(key_heads, 8, device="cuda")).backward()
 
 
 @full
@@ -341,14 +342,16 @@ def of_a_further_layer(build, **given) -> tuple[int, int]:
 
 @full
 @pytest.mark.parametrize("marks, prior, most", [
-    *[("segment_ids", prior, most) for prior, most in (("softmax", 138), ("gla", 163), ("mamba", 164))],
-    *[("attention_mask", prior, most) for prior, most in (("softmax", 149), ("gla", 177), ("mamba", 182))],
+    *[("segment_ids", *row) for row in (("softmax", 138), ("gla", 163), ("mamba", 164))],
+    *[("attention_mask", *row) for row in (("softmax", 149), ("window", 152), ("gla", 177), ("mamba", 182))],
 ])  # fmt: skip
 def test_a_further_layer_of_a_model_reads_no_marks_again(marks, prior, most):
     """In a train step that computes every block's forward twice."""
 
+    fields = {"mixer": {"window": 64}} if prior == "window" else {"prior_type": prior}
+
     def built(layers):
-        model = FEMForCausalLM(FEMConfig(prior_type=prior, num_hidden_layers=layers, num_attention_heads=4, **IDS))
+        model = FEMForCausalLM(FEMConfig(num_hidden_layers=layers, num_attention_heads=4, **IDS, **fields))
         model.gradient_checkpointing_enable()
         return model
 
@@ -444,7 +447,7 @@ def test_a_model_generates(prior, form, cache):
 @torch.no_grad()
 @pytest.mark.parametrize("prior, marks, most", [
     ("softmax", {}, 15), ("softmax", PADDING, 46), ("linear", {}, 18), ("linear", PADDING, 31), ("gla", {}, 20),
-    ("gla", PADDING, 34), ("softmax", DOCUMENTS, 113), ("window", {}, 67),
+    ("gla", PADDING, 34), ("softmax", DOCUMENTS, 113), ("window", {}, 67), ("window", PADDING, 116),
 ])  # fmt: skip
 def test_a_prompt_waits_for_nothing(prior, marks, most):
     fields = {"window": 64} if prior == "window" else {"prior_type": prior}

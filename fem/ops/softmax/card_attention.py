@@ -59,7 +59,8 @@ def attend_on_card(
     columns = -(-max(q.shape[-1], width) // 16) * 16
     columns = _MOST if _GAP < columns < _MOST else columns
     if (q.dtype == torch.float32 or columns > _MOST) and k.shape[2] < heads:
-        k, values = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, values))
+        # by a list, as its length is a number to a compiler, too: FlexAttention divides heads by heads
+        k, values = (torch.stack([x] * (heads // x.shape[2]), 3).flatten(2, 3) for x in (k, values))
     wide_as = lambda x: F.pad(x, (0, columns - x.shape[-1])) if x.shape[-1] < columns else x  # noqa: E731
     q, k, values = (wide_as(x).transpose(1, 2) for x in (q, k, values))
     options = {"scale": support.scale, "enable_gqa": guarded(q.shape[1] != k.shape[1])}

@@ -129,10 +129,9 @@ def seen_keys(
     first, end = torch.zeros_like(row), row + 1 if causal else torch.full_like(row, keys)
     if window is not None:
         window, column = min(window, _FAR), row if order is None else order.column
-        first, behind = (column - window + 1).clamp_min(0), (column + window).clamp_max(keys)
-        if order is not None:
-            first, behind = order.kept_before(first), order.kept_before(behind)
-        end = end if causal else behind
+        keys_before = (lambda x: x) if order is None else order.kept_before
+        first = keys_before((column - window + 1).clamp_min(0))
+        end = end if causal else keys_before((column + window).clamp_max(keys))
     if document is not None:
         document = document.contiguous()
         own = document[:, keys - queries :].contiguous()
