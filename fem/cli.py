@@ -102,18 +102,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TERMINATED))
     try:
         app()
-    except ModuleNotFoundError as error:
-        sys.exit(_say(missing_package(error)))
     except (ValueError, TypeError, OSError, ImportError) as error:
-        sys.exit(_say(str(error)))
+        print(f"error: {missing_package(error) if isinstance(error, ModuleNotFoundError) else error}", file=sys.stderr)
+        sys.exit(2)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # while Python shuts down, exceptions are printed and dropped
-
-
-def _say(sentence: str) -> int:
-    """Print an error; the exit status of the user's mistakes."""
-    print(f"error: {sentence}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

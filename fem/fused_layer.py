@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fem.call import Call
-from fem.gates import SlimProjection, first_map
+from fem.gates import SlimProjection, TwoLevelGate, first_map
 from fem.ops.common.backend import exporting, found, multiplies_bfloat16, plain_map, plain_tensors, transformed, watched
 from fem.ops.common.kept_first import Order, kept_first
 from fem.ops.common.precision import product_dtype
@@ -32,17 +32,22 @@ def fits(layer, call: Call) -> bool:
     """
     config, x = layer.config, call.x
     reads = _READS.get(type(layer.prior))
-    if not available(x) or reads is None or config.value_logexp_cap is not None or not multiplies_bfloat16(x.device):
+    if reads is None or config.value_logexp_cap is not None or not _takes(x, layer.gate):
         return False
-    if not (0 < x.shape[0] <= _MOST_ROWS and 2 <= x.shape[1] <= _MOST_TOKENS):
-        return False
-    if layer.gate.per_head or product_dtype(x) != DTYPE or exporting() or transformed(x) or not reads(layer, call):
+    if exporting() or transformed(x) or not reads(layer, call):
         return False
     slim = [gate for gate in layer.gate.maps() if isinstance(gate, SlimProjection)]
     scale = [] if layer.value_scale is None else [layer.value_scale]
     beta = [] if layer.beta is None else [layer.beta]
     parts = [layer.prior, layer.gate, *beta]
     return plain_tensors(*(b.theta for b in beta)) and untouched([*_first_maps(layer), *scale], slim, parts)
+
+
+def _takes(x: Tensor, gate: TwoLevelGate) -> bool:
+    """Whether kernels take the sizes, dtype and device of x, (B, T, ..), behind a gate that is more than a number."""
+    if not available(x) or gate.per_head or not multiplies_bfloat16(x.device) or product_dtype(x) != DTYPE:
+        return False
+    return 0 < x.shape[0] <= _MOST_ROWS and 2 <= x.shape[1] <= _MOST_TOKENS
 
 
 def untouched(maps: Sequence[nn.Module], slim: Sequence[SlimProjection], parts: Sequence[nn.Module]) -> bool:
@@ -184,11 +189,7 @@ def _gated(
 def _kernel_of_parts(head, x: Tensor, sizes: tuple[int, ...], causal: bool, bounded: bool = False) -> str | None:
     """The kernel of attention by which `gated` reads parts like x of these sizes; None: it does not."""
     theta, parts = ([], [head.gate]) if head.beta is None else ([head.beta.theta], [head.gate, head.beta])
-    if not available(x) or head.gate.per_head or not multiplies_bfloat16(x.device):
-        return None
-    if product_dtype(x) != DTYPE or not (0 < x.shape[0] <= _MOST_ROWS and 2 <= x.shape[1] <= _MOST_TOKENS):
-        return None
-    if any(map(watched, parts)) or not plain_tensors(x, *theta):
+    if not _takes(x, head.gate) or any(map(watched, parts)) or not plain_tensors(x, *theta):
         return None
     return _kernel(x.device.index or 0, *sizes, sizes[3] * len(theta), causal, bounded)
 

@@ -32,12 +32,14 @@ def require_positive(recipe: Any, *names: str) -> None:
 
 
 def require_not_negative(recipe: Any, *names: str) -> None:
-    """Raises ValueError where one of these fields is negative, too large or no number, and on a seed from 2^32 on."""
+    """Raises ValueError where one of these fields is negative, too large or no number, and on a seed from 2^32 on.
+    None, for a default, passes.
+    """
     for name in names:
         if name == "seed" and recipe.seed >= 2**32:
             raise ValueError(f"seed must be below 2^32, got {recipe.seed}.")
         value = getattr(recipe, name)
-        if not 0 <= value < TOO_LARGE:
+        if value is not None and not 0 <= value < TOO_LARGE:
             wanted = f"be below {TOO_LARGE:g}" if value > 0 else "not be negative"
             raise ValueError(f"{name} must {wanted}, got {value}.")
 

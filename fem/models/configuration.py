@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import no_type_check
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import LlamaConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fem.arguments import check_flags
 from fem.checks import finite_number, positive_int, unknown_field
@@ -14,7 +16,6 @@ from fem.config import FreeEnergyMixerConfig, build_config
 from fem.models.engines.obstacles import attends, layer_type, obstacle_to_pages
 from fem.models.engines.parallel import tensor_plan
 from fem.models.opener import OpensWithFEM
-from fem.models.rope import check_turns, read_rope, rope_of, scaled
 from fem.prior_table import PRIORS, ROTARY
 
 MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
@@ -30,6 +31,7 @@ READ_BY_MIXERS = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
     *("prior_type", "layer_priors", "mixer", "rope_parameters"),
 )
+ROPE_KINDS = ("linear", "yarn", "llama3", "proportional")  # not those whose angles change with the length of a row
 BUILT = "_built"  # the mixers' configurations beside what they were built from; saved nowhere
 SIZES = {  # the fields that are positive integers, and what may stand in their place
     **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), ()),
@@ -150,7 +152,7 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
                 raise ValueError(f"FEMConfig has no field {name!r}, which belongs to the mixers; pass {remedy}.")
         self.refuse_unknown(values)
         self._check_sizes()
-        read_rope(self, rope)
+        self._read_rope(rope)
         if self.intermediate_size is None:
             self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
         if self.num_key_value_heads is None:
@@ -158,7 +160,12 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
         keep_keys = any(map(_keeps_keys, self._own_fields()))
         if self.max_position_embeddings == "auto":
             self.max_position_embeddings = 4096 if keep_keys else None
-        check_turns(self, self.mixer_configs())  # raises on what no layer can have
+        mixers = self.mixer_configs()  # raises on what no layer can have
+        if (rope := self._scaling) and all(mixer.rope_frequencies is None for mixer in mixers):
+            raise ValueError(
+                f"rope_parameters needs a layer with rotary positions, use_rope=True and a prior that has them; got "
+                f"{rope!r} without one."
+            )
         if self._grouped and not keep_keys:
             raise ValueError(f"num_key_value_heads needs a softmax layer, got {self.num_key_value_heads} without one.")
         self.base_model_tp_plan = tensor_plan(self)
@@ -170,7 +177,7 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
         return [*super().own_fields(), "rope_parameters"]
 
     def convert_rope_params_to_dict(self, **values) -> dict:
-        return values  # `read_rope` did
+        return values  # `_read_rope` did
 
     def to_dict(self) -> dict:
         saved = super().to_dict()
@@ -188,7 +195,7 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
 
     def _layer_fields(self) -> list[dict]:
         """Each layer's own fields, and the shared ones, without those that only the priors of other layers read."""
-        layers, merged, rope = self._own_fields(), [], rope_of(self)
+        layers, merged, rope = self._own_fields(), [], getattr(self, "rope_parameters", None)
         shared = self.mixer | ({"rope_theta": rope["rope_theta"]} if rope else {})
         grouped = {"n_kv_head": self.num_key_value_heads} if self._grouped else {}
         somewhere = set().union(*map(_uses, layers))
@@ -235,8 +242,60 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
     def _grouped(self) -> bool:
         return self.num_key_value_heads != self.num_attention_heads
 
+    @property
+    def _scaling(self) -> dict | None:
+        """The rope_parameters that scale angles; None where there are none, or a rope_theta alone."""
+        rope = getattr(self, "rope_parameters", None)
+        return rope if rope and rope["rope_type"] != "default" else None
+
+    def _read_rope(self, given: dict | None) -> None:
+        """Set rope_parameters, in the words of transformers, where some are given.
+
+        Raises ValueError on a kind of scaling that is unknown, on a rope_theta that differs from the mixers', and on
+        what nothing reads.
+        """
+        if not given:
+            return
+        theta = self.mixer.get("rope_theta")
+        rope = {"rope_type": "default", "rope_theta": 10000.0 if theta is None else theta, **given}
+        if rope["rope_type"] not in ("default", *ROPE_KINDS):
+            raise ValueError(
+                f"rope_parameters must have a rope_type of default, {', '.join(ROPE_KINDS)}; got {rope['rope_type']!r}."
+            )
+        if rope["rope_type"] == "default" and (unread := rope.keys() - {"rope_type", "rope_theta"}):
+            raise ValueError(
+                f"rope_parameters of rope_type default hold a rope_theta, got {min(unread)} = {rope[min(unread)]!r}, "
+                "which it does not read; leave it out, or name a rope_type that does."
+            )
+        if theta not in (None, rope["rope_theta"]):
+            raise ValueError(
+                f"rope_theta is given twice, rope_parameters={rope['rope_theta']} and mixer={theta}; leave it out of "
+                "mixer."
+            )
+        self.rope_parameters = rope
+
     def _build(self, fields: dict) -> FreeEnergyMixerConfig:
-        return scaled(self, build_config(**{"n_embd": self.hidden_size, "n_head": self.num_attention_heads, **fields}))
+        """The mixer of these fields, with the angles of rope_parameters, as a Llama of its key width would turn by.
+
+        Raises ValueError on parameters that transformers refuses, and on those that turn only a part of a head.
+        """
+        mixer = build_config(**{"n_embd": self.hidden_size, "n_head": self.num_attention_heads, **fields})
+        rope = self._scaling
+        if not (rope and mixer.use_rope and ROTARY[0] in PRIORS[mixer.prior_type].uses):
+            return mixer
+        try:
+            llama = LlamaConfig(
+                hidden_size=self.hidden_size,
+                num_attention_heads=self.num_attention_heads,
+                head_dim=mixer.key_width,
+                max_position_embeddings=self.max_position_embeddings or 4096,
+                rope_parameters={**rope, "rope_theta": mixer.rope_theta},
+            )
+            with torch.device("cpu"):  # whatever device a model is being built on
+                frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama, "cpu")
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"rope_parameters cannot be read by transformers, got {rope!r}: {error}") from error
+        return replace(mixer, rope_frequencies=tuple(frequencies.tolist()), rope_factor=float(factor))
 
     def _check_sizes(self):
         self.check_sizes(SIZES, ("rms_norm_eps", "initializer_range"))

@@ -88,25 +88,6 @@ def check_tensors(**tensors: Tensor) -> None:
             raise TypeError(f"{name} must be floating point, got dtype {tensor.dtype}.")
 
 
-def check_distribution(name: str, p: Tensor, rounding: float) -> None:
-    """Raise ValueError unless p >= 0 sums to 1 along its last axis, or to 0 where a row has no support; no NaN.
-
-    rounding: of the dtype that p was given in.
-    """
-    if not _readable(p):
-        return
-    if not (p >= 0).all():
-        raise ValueError(
-            f"{name} must hold weights >= 0 that sum to 1, got {shown(p)}; pass probabilities, not logits."
-        )
-    total = p.sum(-1, dtype=torch.float64)
-    if not (((total - 1).abs() <= 1e-3 + 8 * rounding * p.shape[-1] ** 0.5) | (total == 0)).all():
-        raise ValueError(
-            f"{name} must sum to 1 over the tokens (or to 0: no support), got sums with {shown(total)}; "
-            "divide by the sum, or name the tokens' axis as dim."
-        )
-
-
 def as_given(result: Tensor, p: Tensor, v: Tensor, dim: int | None = None) -> Tensor:
     """The result in the inputs' dtype and, with a `dim`, its tokens where the inputs have them."""
     if dim is not None:
@@ -119,6 +100,7 @@ def shown(tensor: Tensor) -> str:
 
 
 def _rows(p: Tensor, v: Tensor, dim: int) -> Rows:
+    """Raises ValueError unless p >= 0 sums to 1 along dim, or to 0 where a row has no support; no NaN."""
     rounding = torch.finfo(p.dtype).eps
     try:
         p, v = torch.broadcast_tensors(p.double(), v.double())
@@ -129,7 +111,15 @@ def _rows(p: Tensor, v: Tensor, dim: int) -> Rows:
     p, v = p.movedim(dim, -1), v.movedim(dim, -1)
     if p.shape[-1] == 0:
         raise ValueError(f"p must hold at least one token along dim, got shape {tuple(p.shape)} with dim last.")
-    check_distribution("p", p, rounding)
+    if _readable(p):
+        if not (p >= 0).all():
+            raise ValueError(f"p must hold weights >= 0 that sum to 1, got {shown(p)}; pass probabilities, not logits.")
+        total = p.sum(-1)
+        if not (((total - 1).abs() <= 1e-3 + 8 * rounding * p.shape[-1] ** 0.5) | (total == 0)).all():
+            raise ValueError(
+                f"p must sum to 1 over the tokens (or to 0: no support), got sums with {shown(total)}; "
+                "divide by the sum, or name the tokens' axis as dim."
+            )
     p, v = torch.where(p > 0, p, 0), torch.where(p > 0, v, 0)
     heaviest = v.gather(-1, p.argmax(-1, keepdim=True))
     mean = heaviest + (p * (v - heaviest)).sum(-1, keepdim=True)

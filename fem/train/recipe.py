@@ -72,8 +72,7 @@ class TrainRecipe:
     def __post_init__(self):
         counts = ("context", "batch_size", "max_steps", "log_steps", "save_steps", "eval_steps", "keep", "micro_batch")
         require_positive(self, *counts, "learning_rate", "clip")
-        require_not_negative(self, "validation_rows", "weight_decay", "seed")
-        require_not_negative(self, *(["warmup_steps"] if self.warmup_steps is not None else []))
+        require_not_negative(self, "validation_rows", "weight_decay", "seed", "warmup_steps")
         if not 0 <= self.beta2 < 1:
             raise ValueError(f"beta2 must lie in [0, 1), got {self.beta2}.")
         if self.warmup > self.max_steps:
