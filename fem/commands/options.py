@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import Field, fields
+from functools import wraps
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -45,6 +46,7 @@ def recipe_options(recipe: type) -> Callable[[Command], Command]:
         options = [as_option(field) for field in fields(recipe)]
         names = {option.name for option in options}
 
+        @wraps(command)
         def run(**values):
             changes = {name: value for name, value in values.items() if name in names and value is not None}
             try:
@@ -54,8 +56,6 @@ def recipe_options(recipe: type) -> Callable[[Command], Command]:
 
         keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in others]
         parameters = [*keyword_only, *options]
-        run.__name__, run.__module__ = command.__name__, command.__module__
-        run.__doc__ = inspect.cleandoc(command.__doc__ or "")
         run.__signature__ = inspect.Signature(parameters)
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run

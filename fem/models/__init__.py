@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from fem.extras import how_to_install
-from fem.models.surgery import replace_attention
+from fem.models.surgery.replace import replace_attention
 
 __all__ = [
     "LORA",

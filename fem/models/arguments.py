@@ -125,10 +125,8 @@ class Inputs(NamedTuple):
         if not self.masks_tokens or self.attention_mask.shape[-1] != position.shape[-1]:
             return F.pad(position.diff(dim=-1) != 1, (1, 0))
         keep = self.attention_mask.bool()
-        seen = torch.where(keep, position, -1)
-        before = last_kept_before(keep)[:, :-1]
-        previous = torch.where(before < 0, -1, seen.gather(-1, before.clamp_min(0)))
-        return keep & (before >= 0) & (seen <= previous)
+        before, position = last_kept_before(keep)[:, :-1], position.expand_as(keep)
+        return keep & (before >= 0) & (position <= position.gather(-1, before.clamp_min(0)))
 
     def documents_under(self, name: str, cached: bool) -> Tensor | None:
         """`documents` as an attn_implementation can keep them apart; None: there is one, or the mask says more.
@@ -137,12 +135,10 @@ class Inputs(NamedTuple):
         """
         if name == EXACT:
             return self.documents()
-        documents, compiling = self.segment_ids, torch.compiler.is_compiling()
-        masked = self.attention_mask is not None
+        compiling, masked = torch.compiler.is_compiling(), self.attention_mask is not None
         by_pairs = masked and not self.masks_tokens  # says itself what a token sees
-        if isinstance(self.past, int) and (not (masked or cached) or not (by_pairs or compiling)):
-            documents = self.documents()
-        if documents is None:
+        looks = isinstance(self.past, int) and (not (masked or cached) or not (by_pairs or compiling))
+        if (documents := self.documents() if looks else self.segment_ids) is None:
             return None
         whole = not masked or (self.masks_tokens and not compiling and bool((self.attention_mask == 1).all()))
         if cached or not whole or ("flash" in name and len(self.x) > 1):

@@ -118,8 +118,7 @@ class FixedMemory(MixerMemory):
 
     def __deepcopy__(self, memo: dict) -> FixedMemory:
         copied = FixedMemory()
-        if self.state is not None:
-            copied.store(self.state, int(self.tokens))
+        copied.store(self.state, int(self.tokens))
         return copied
 
 

@@ -27,12 +27,8 @@ MODEL_NAMES = {
     "prior_type": "prior_type",
     **dict.fromkeys(ROTARY, "rope_parameters"),
 }
-READ_BY_MIXERS = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
-    *("prior_type", "layer_priors", "mixer", "rope_parameters"),
-)
 ROPE_KINDS = ("linear", "yarn", "llama3", "proportional")  # not those whose angles change with the length of a row
-BUILT = "_built"  # the mixers' configurations beside what they were built from; saved nowhere
+BUILT: dict[tuple, FreeEnergyMixerConfig] = {}  # mixers by all that decides one, as their widths take a search
 SIZES = {  # the fields that are positive integers, and what may stand in their place
     **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), ()),
     "num_key_value_heads": (None,),
@@ -157,7 +153,7 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
             self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        keep_keys = any(map(_keeps_keys, self._own_fields()))
+        keep_keys = any("n_kv_head" in _uses(fields) for fields in self._own_fields())
         if self.max_position_embeddings == "auto":
             self.max_position_embeddings = 4096 if keep_keys else None
         mixers = self.mixer_configs()  # raises on what no layer can have
@@ -179,31 +175,26 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
     def convert_rope_params_to_dict(self, **values) -> dict:
         return values  # `_read_rope` did
 
-    def to_dict(self) -> dict:
-        saved = super().to_dict()
-        saved.pop(BUILT, None)
-        return saved
-
     def mixer_configs(self) -> list[FreeEnergyMixerConfig]:
-        """The configuration of every layer's mixer, in order; built again where a field that they read has changed."""
-        said = repr([getattr(self, name, None) for name in READ_BY_MIXERS])
-        if vars(self).get(BUILT, ("",))[0] != said:
-            layers = self._layer_fields()
-            built = {kind: self._build(fields) for kind, fields in {repr(layer): layer for layer in layers}.items()}
-            vars(self)[BUILT] = said, [built[repr(layer)] for layer in layers]
-        return list(vars(self)[BUILT][1])
+        """The configuration of every layer's mixer, in order."""
+        sizes, built = (self.hidden_size, self.num_attention_heads, self.max_position_embeddings, self._scaling), []
+        for layer in self._layer_fields():
+            decided_by = PRIORS.get(str(layer["prior_type"])), repr((layer, sizes))
+            if decided_by not in BUILT:
+                BUILT[decided_by] = self._build(layer)
+            built.append(BUILT[decided_by])
+        return built
 
     def _layer_fields(self) -> list[dict]:
         """Each layer's own fields, and the shared ones, without those that only the priors of other layers read."""
-        layers, merged, rope = self._own_fields(), [], getattr(self, "rope_parameters", None)
+        layers, rope = self._own_fields(), getattr(self, "rope_parameters", None)
         shared = self.mixer | ({"rope_theta": rope["rope_theta"]} if rope else {})
-        grouped = {"n_kv_head": self.num_key_value_heads} if self._grouped else {}
-        somewhere = set().union(*map(_uses, layers))
-        for own in layers:
-            elsewhere = somewhere - _uses(own)
-            common = {name: value for name, value in shared.items() if name not in elsewhere}
-            merged.append(common | (grouped if _keeps_keys(own) else {}) | own)
-        return merged
+        shared |= {"n_kv_head": self.num_key_value_heads} if self._grouped else {}
+        somewhere = {"n_kv_head"}.union(*map(_uses, layers))
+        return [
+            {name: value for name, value in shared.items() if name not in somewhere - _uses(own)} | own
+            for own in layers
+        ]
 
     def _own_fields(self) -> list[dict]:
         entries = self.layer_priors or [{}] * self.num_hidden_layers
@@ -318,10 +309,6 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
 def _uses(fields: dict) -> set[str]:
     """The fields that the prior of a layer reads; empty for an unknown prior, which is refused later."""
     return set(getattr(PRIORS.get(str(fields["prior_type"])), "uses", ()))
-
-
-def _keeps_keys(fields: dict) -> bool:
-    return "n_kv_head" in _uses(fields)
 
 
 def check_names(where: str, fields: dict, further: set[str]) -> None:

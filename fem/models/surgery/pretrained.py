@@ -205,12 +205,10 @@ def _is_causal(attention: nn.Module) -> bool:
 
 
 def _dropout(attention: nn.Module) -> float:
-    for name in ("attn_dropout", "dropout", "attention_dropout", "dropout_prob"):
-        part = getattr(attention, name, None)
-        rate = getattr(part, "p", part)
-        if isinstance(rate, (int, float)):
-            return float(rate)
-    return 0.0
+    names = ("attn_dropout", "dropout", "attention_dropout", "dropout_prob")
+    parts = (getattr(attention, name, None) for name in names)
+    rates = (getattr(part, "p", part) for part in parts)
+    return float(next((rate for rate in rates if isinstance(rate, (int, float))), 0.0))
 
 
 def _first_argument(attention: nn.Module) -> str:
