@@ -74,14 +74,13 @@ class MixerMemory(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError("the state of a FEM layer cannot forget tokens, as assisted decoding asks; leave that out.")
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.update(key_states, value_states)
-
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         raise TypeError(
             "this cache holds the states of FEM layers that read exactly, and another kind of layer needs one of its "
             "own; leave out past_key_values and the model makes it."
         )
+
+    lazy_initialization = update
 
     def read(self, mixer: FreeEnergyMixer, x: Float[Tensor, "b t d"], *marks: Tensor | None) -> Float[Tensor, "b t d"]:
         """mixer(x, *marks), marks (B, T) or None, after the tokens seen so far, which it remembers too."""

@@ -22,7 +22,6 @@ from fem.models.modeling import FEMPreTrainedModel
 from fem.models.presets import TRANSFORMER, narrowed_mlp
 from fem.optim import AsksNoDecay
 
-ENCODER = {"causal": False, "use_rope": False}
 POOLINGS = ("cls", "mean")
 SIZES = {  # the fields that are positive integers, and what may stand in their place
     **dict.fromkeys(("image_size", "patch_size", "num_channels", "hidden_size", "num_hidden_layers"), ()),
@@ -93,8 +92,8 @@ class FEMImageConfig(CheckedConfig, PreTrainedConfig):
 
     def _build(self, fields: dict) -> FreeEnergyMixerConfig:
         backwards = {"conv_bidirectional": True} if fields.get("use_conv", True) else {}
-        sizes = {"n_embd": self.hidden_size, "n_head": self.num_attention_heads}
-        return build_config(**sizes | ENCODER | backwards | fields)
+        encoder = {"n_embd": self.hidden_size, "n_head": self.num_attention_heads, "causal": False, "use_rope": False}
+        return build_config(**encoder | backwards | fields)
 
     def _check_sizes(self):
         self.check_sizes(SIZES, ("layer_norm_eps", "initializer_range"))

@@ -45,7 +45,6 @@ AT_ONCE = 2_000_000  # characters, whose encodings take some 250 MB
 PIECE = 1 << 16  # characters
 GAP = re.compile(r"(?<=\S)\s(?=\S)")
 SOURCE, DONE = "source.json", "done.json"
-NOTHING = {"tokens": 0, "documents": 0, "part": 0, "state": None}
 
 
 def local_files(data: str) -> list[Path] | None:
@@ -258,7 +257,7 @@ def write_tokens(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerFast, source
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         write_json(staging / SOURCE, source)
-    done = read_json(staging / DONE) or dict(NOTHING)
+    done = read_json(staging / DONE) or {"tokens": 0, "documents": 0, "part": 0, "state": None}
     limit = None if local_files(recipe.data) is not None else recipe.tokens
     due = time.monotonic() + SECONDS_A_NOTE
     with open(staging / "tokens.bin", "ab") as tokens, open(staging / "ends.bin", "ab") as ends:

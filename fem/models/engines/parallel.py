@@ -7,8 +7,6 @@ from transformers import PreTrainedConfig
 from fem.config import FreeEnergyMixerConfig
 from fem.priors import OURS, PRIORS
 
-FEED_FORWARD = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
-
 
 def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
     """base_model_tp_plan: projections to heads are split by columns, the output by rows; the conditioner is not split.
@@ -16,13 +14,15 @@ def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
     Where some layer's heads share what is learnt (an SSM's B and C, one decay for all heads) the mixers stay whole on
     every device, and only the SwiGLUs are split.
     """
+    plan = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
     mixers = config.mixer_configs()
-    plan = dict(FEED_FORWARD)
     priors = [PRIORS[mixer.prior_type] for mixer in mixers]
     by_heads = all(prior in OURS and prior.map_names for prior in priors)  # of the library's, an SSM alone has others
     if by_heads and all(mixer.decay != "scalar" for mixer in mixers):
-        for mixer in mixers:
-            plan |= _of_mixer(mixer)
+        for mixer, prior in zip(mixers, priors):
+            columns = ["value", *(f"prior.{name}" for name in prior.map_names), *["value_scale"] * mixer.use_conv]
+            own = dict.fromkeys(columns, "colwise") | {"output": "rowwise"} | of_heads(mixer)
+            plan |= {f"mixer.{name}": style for name, style in own.items()}
     return {f"layers.*.{name}": style for name, style in plan.items()}
 
 
@@ -36,13 +36,6 @@ def check_heads(config: PreTrainedConfig, processes: int) -> None:
                 "num_attention_heads and num_key_value_heads must be multiples of the processes that share a layer, "
                 f"{processes} (tensor parallel), got {mixer.n_head} and {mixer.kv_heads}."
             )
-
-
-def _of_mixer(mixer: FreeEnergyMixerConfig) -> dict[str, str]:
-    columns = ["value", *(f"prior.{name}" for name in PRIORS[mixer.prior_type].map_names)]
-    columns += ["value_scale"] * mixer.use_conv
-    plan = dict.fromkeys(columns, "colwise") | {"output": "rowwise"} | of_heads(mixer)
-    return {f"mixer.{name}": style for name, style in plan.items()}
 
 
 def of_heads(mixer: FreeEnergyMixerConfig) -> dict[str, str]:
