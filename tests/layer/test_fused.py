@@ -80,7 +80,7 @@ FITS = {  # the layer, what the call says, and whether the fused form reads it
     "an adapter": (adapted, {}, False),
     "a bias in the first map of a slim gate": (biased, {}, False),
     "a window": (lambda: build(window=4), {}, True),
-    "a window and padding": (lambda: build(window=4), {"attention_mask": ONES.bool()}, False),
+    "a window and padding": (lambda: build(window=4), {"attention_mask": ONES.bool()}, True),
     "a window of wide heads": (lambda: build(window=4, qk_dim=288), {}, False),
     "another backend": (lambda: build(backend="plain"), {}, False),
     "a gate per head": (lambda: build(gate_rank=0), {}, False),
