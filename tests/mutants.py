@@ -28,10 +28,9 @@ class Mutant:
 SOFTMAX, READS, EDGES = "tests/ops/softmax", "tests/ops/test_reads.py", "tests/ops/test_edges.py"
 PRECISION = "fem/ops/common/precision.py"
 FUSED, PARTS = (f"tests/layer/{name}_cases.py" for name in ("fused", "parts"))  # in Triton's interpreter, as below
-SCANS, CONDITIONER = (f"tests/ops/{name}_cases.py" for name in ("scan", "conditioner"))
-KERNELS = "tests/ops/test_kernels.py::test_"
-ONE_TOKEN = f"{KERNELS}one_token_is_computed_as_defined"
-OWN_SCANS = f"{KERNELS}values_gradients_and_states_of_our_own_scans_are_those_of_the_definition"
+SCANS, OWN_SCANS, CONDITIONER, ONE_TOKEN = (
+    f"tests/ops/{name}_cases.py" for name in ("scan", "channel_and_state", "conditioner", "token")
+)
 MUTANTS = (  # name, file, what stands there, what it becomes, and the tests that have to notice
     # The ten thresholds and guards on which exactness rests: the first four survived every fast test of the day they
     # were tried; the other six are our choice of what else has a boundary that a test should hold.

@@ -11,6 +11,7 @@ import torch
 import fem
 from fem import FreeEnergyCrossMixer, FreeEnergyMixer, FreeEnergyMixerConfig, FreeEnergyPooling, MixerState, theory
 from fem.functional import Read, channel_scan_read, decay_scan, keyed_scan_read, softmax_read, ssm_read
+from fem.ops.common.rope import frequencies
 from fem.priors import PRIORS, OperatorPrior, Prior
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
@@ -35,10 +36,6 @@ def layer(prior=None, **fields):
 def call(fields=None, **given):
     """The layer of 64 channels and 4 heads, called."""
     return layer(**fields or {})(**{"x": X} | given)
-
-
-def inspect(x=X, **given):
-    return layer().inspect(x, **given)
 
 
 def state_of(rows=2, dtype=torch.float32, **fields):
@@ -230,7 +227,7 @@ TABLE = [
     (call, {"state": "a state"}, TypeError, "state must be a MixerState that this layer returned, got a str"),
     (call, {"fields": {"causal": False}, "return_state": True}, ValueError, "causal=False"),
     (call, {"fields": {"causal": False}, "state": state_of()}, ValueError, "causal=False"),
-    (inspect, {"x": X[:, :0]}, ValueError, "inspect needs at least one row and one token"),
+    (lambda: layer().inspect(X[:, :0]), {}, ValueError, "inspect needs at least one row and one token"),
     (call, {"x": X[0]}, ValueError, r"x must have shape .*got \(6, 64\); of one row, pass x\[None\]"),
     # States.
     (lambda: state_of().reorder([0, 1]), {}, TypeError, "index must be a tensor of row numbers, .* got a list"),
@@ -278,6 +275,7 @@ TABLE = [
     (read, {"bias": some(NAN, 5, 5)}, ValueError, "bias must be below infinity and not NaN .* got nan"),
     (read, {"backend": "magic"}, ValueError, "backend must be one of"),
     (read, {"q": normal(1, 5, 2, 4).to_sparse()}, TypeError, "q must be a dense tensor, got layout torch.sparse_coo"),
+    (frequencies, {"width": 5, "theta": 1e4, "device": X.device}, ValueError, "width must be even, got 5"),
     # The scans.
     (keyed, {"q": -torch.ones(1, 5, 2, 4)}, ValueError, "q must be finite and non-negative .* got -1"),
     (keyed, {"q": torch.ones(1, 5, 4, 4)}, ValueError, "q and k must have one shape"),

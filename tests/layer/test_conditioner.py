@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from layers import HEADS, WIDTH, make_layer, tokens
 from naive_conditioner import naive_conditioner
+from torch import nn
 
 from fem import FreeEnergyMixerConfig
 from fem.conditioner import TimeDecayConditioner
-from fem.ops.common.tokens import read_tokens
+from fem.config import CONDITIONERS
+from fem.ops.common.tokens import Tokens, read_tokens
+from fem.ops.conditioner.plain_conditioner import ConvForm, plain_condition
 
 
 def make(dtype=torch.float64, **fields):
@@ -33,6 +36,17 @@ def by_loop(conditioner, x):
     double = lambda part: (part.weight.double(), part.bias.double())  # noqa: E731
     normed = F.layer_norm(x.double(), x.shape[-1:], *double(conditioner.norm_in))
     return naive_conditioner(F.linear(normed, *double(conditioner.project)), *double(conditioner.norm))[0]
+
+
+@pytest.mark.parametrize("form", CONDITIONERS)
+def test_the_plain_form_is_the_definition(form):
+    projected, hidden = torch.randn(2, 23, 3 * 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    keep, start = torch.rand(2, 23) > 0.3, torch.rand(2, 23) > 0.8
+    norm = nn.LayerNorm(5).double()
+    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    found = plain_condition(projected, Tokens(keep, start & keep, None, None), hidden, norm, ConvForm.named(form, 5))
+    wanted = naive_conditioner(projected, norm.weight, norm.bias, keep, start & keep, hidden, form=form)
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
 
 
 def test_it_is_exact_over_8192_tokens():

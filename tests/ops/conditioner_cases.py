@@ -1,5 +1,5 @@
-"""The conditioner's kernels in Triton's interpreter, against the definition: `test_conditioner_kernels.py` runs this
-file. Errors are relative to the norm of what is compared.
+"""The conditioner's kernels in Triton's interpreter, against the definition: `test_kernels.py` runs this file.
+Errors are relative to the norm of what is compared.
 """
 
 import interpreted  # noqa: F401  (before any kernel)
@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from layers import stirred
 from naive_conditioner import naive_conditioner
 from torch import Tensor, nn
 
@@ -121,11 +122,7 @@ def test_kernels_err_no_more_than_the_plain_form(case, monkeypatch):
 def layer(backend: str, **fields) -> TimeDecayConditioner:
     torch.manual_seed(0)
     sizes = {"n_embd": 136, "n_head": 4, "conv_hidden": 8}
-    conditioner = TimeDecayConditioner(FreeEnergyMixerConfig(**sizes, backend=backend, **fields))
-    with torch.no_grad():
-        for parameter in conditioner.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return conditioner
+    return stirred(TimeDecayConditioner(FreeEnergyMixerConfig(**sizes, backend=backend, **fields)))
 
 
 def differentiated(call, twice: bool = False) -> list[Tensor]:

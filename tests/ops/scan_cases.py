@@ -1,6 +1,6 @@
 """Linear attention by our kernels in Triton's interpreter, against float64: `test_kernels.py` runs this file.
 
-A loop in torch stands in for the kernel of flash-linear-attention, of which test_fla.py runs the real one.
+A loop in torch stands in for the kernel of flash-linear-attention, of which `test_kernels.py` runs the real one.
 """
 
 import interpreted  # noqa: F401  (before Triton)

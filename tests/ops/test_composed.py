@@ -1,7 +1,7 @@
 """Scans by the kernels of others: the same reads and gradients as the definition in float64, whatever the kernel loses.
 
-Torch operations stand in for the kernels, with their signatures; test_fla.py runs the kernels themselves. Our own stand
-around those of linear attention, and read channels and state spaces (test_kernels.py).
+Torch operations stand in for the kernels, with their signatures; test_kernels.py runs the kernels themselves, and our
+own, which stand around those of linear attention and read channels and state spaces.
 """
 
 import fla_reference
@@ -46,10 +46,8 @@ def test_bfloat16_values_are_read_to_their_precision(name):
 @every_case
 def test_what_a_kernel_cannot_prove_is_computed_again(name, change):
     """A value 300 nats above the others in the future; values that hardly differ; decays that flush weights to 0."""
-    call = draw(name, 19, decay=change.get("decay", 0.1))
-    changed = call.arguments["v"].clone()
-    changed[:, 12] += change.get("spike", 0.0)
-    check(call.set(v=100 + 1e-3 * changed if "span" in change else changed), 1e-4)
+    call = draw(name, 19, decay=change.get("decay", 0.1)).spiked(change.get("spike", 0.0), 12)
+    check(call.set(v=100 + 1e-3 * call.arguments["v"]) if "span" in change else call, 1e-4)
 
 
 @pytest.mark.parametrize("width", [3, 16])

@@ -1,11 +1,10 @@
 """Reads at the edges of their range: the limits inside them, each at a point where another limit would be seen."""
 
 import math
-from contextlib import contextmanager
 
 import pytest
 import torch
-from reads import KEYED, READS, SCANS, gradients_of, make, relative
+from reads import KEYED, READS, SCANS, beside_float64, flushed, gradients_of, make, relative
 
 from fem.functional import channel_scan_read, keyed_scan_read, softmax_read
 
@@ -41,17 +40,14 @@ def test_scans_of_small_values_under_a_small_beta_lose_rounding_over_beta(name):
 def test_free_energies_keep_more_digits_than_the_rule_asks_for(name, beta, size):
     """Of a small beta; and beta's gradient beside log-weights of a hundred, which is a difference of large numbers."""
     call = make(name, 43, beta=beta, weights=min(size, 30.0) if name in KEYED else size)
-    mine, exact = call.leaves(), call.leaves(torch.float64)
-    got, wanted = mine.read(), exact.definition()
+    got, wanted, found, expected = beside_float64(call, torch.zeros_like, torch.ones_like)
     with torch.no_grad():
         alone = call.read()
     limit = 1e-6 if not call.softmax else 1e-6 * max(1.0, size)  # rounded scores of a hundred
     assert relative(got.free_energy, wanted.free_energy) < limit
     assert relative(alone.free_energy, wanted.free_energy) < limit
     if size > 1 and name not in KEYED and not call.softmax:
-        cotangents = [torch.zeros_like(wanted.mean), torch.ones_like(wanted.mean)]
-        expected = gradients_of(exact, wanted, cotangents)
-        for part, gradient in gradients_of(mine, got, cotangents).items():
+        for part, gradient in found.items():
             assert relative(gradient, expected[part]) < 5e-7 or gradient.abs().max() < 1e-9, part
 
 
@@ -60,12 +56,9 @@ def test_free_energies_keep_more_digits_than_the_rule_asks_for(name, beta, size)
 def test_features_whose_products_no_float32_holds_are_read_exactly(name, size):
     call = make(name, 80, decay=20.0)
     call = call.set(**{n: call.arguments[n] * size for n in "qk"})
-    mine, exact = call.leaves(), call.leaves(torch.float64)
-    wanted, read = exact.definition(), mine.read()
-    cotangents = [torch.randn_like(part) for part in wanted]
-    expected = gradients_of(exact, wanted, cotangents)
+    read, wanted, found, expected = beside_float64(call)
     assert all(relative(one, other) < 1e-5 for one, other in zip(read, wanted))
-    for part, gradient in gradients_of(mine, read, cotangents).items():
+    for part, gradient in found.items():
         assert relative(gradient, expected[part]) < 1e-4, part
 
 
@@ -73,8 +66,7 @@ def test_features_of_float64_may_leave_float32():
     q, v = torch.full((1, 3, 1, 1), 1e50, dtype=torch.float64), column(1.0, 3.0, 8.0)
     read, state = keyed_scan_read(q, q, v, BETA, return_state=True)
     torch.testing.assert_close(read.mean, column(1.0, 2.0, 4.0))
-    more = keyed_scan_read(q, q, v, BETA, initial_state=state).mean
-    torch.testing.assert_close(more, column(13 / 4, 16 / 5, 4.0))
+    torch.testing.assert_close(keyed_scan_read(q, q, v, BETA, initial_state=state).mean, column(13 / 4, 16 / 5, 4.0))
 
 
 @pytest.mark.parametrize("name", KEYED)
@@ -82,11 +74,8 @@ def test_a_spike_of_three_hundred_leaves_the_gradient_of_the_queries_exact(name)
     call = make(name, 80, batch=2, decay=1e-3)
     v = call.arguments["v"].clone()
     v[:, 20] = 300.0
-    mine, exact = call.set(v=v).leaves(), call.set(v=v).leaves(torch.float64)
-    wanted = exact.definition()
-    cotangents = [torch.zeros_like(wanted.mean), torch.randn_like(wanted.mean)]
-    found, expected = (gradients_of(*pair, cotangents)["q"] for pair in ((mine, mine.read()), (exact, wanted)))
-    assert relative(found, expected) < 1e-5
+    _, _, found, expected = beside_float64(call.set(v=v), torch.zeros_like)
+    assert relative(found["q"], expected["q"]) < 1e-5
 
 
 def test_a_light_key_of_an_earlier_chunk_has_its_gradient():
@@ -113,17 +102,6 @@ def test_a_light_side_of_a_read_in_both_directions_has_its_gradient(place, value
     wanted = (p * v).sum() if beta is None else (p * (beta * v.double()).exp()).sum().log() / beta
     slopes = (torch.autograd.grad(x.sum(), (k, v)) for x in (found, wanted))
     torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-6)
-
-
-@contextmanager
-def flushed():
-    """Numbers below 1e-38 become 0, as on a GPU."""
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot flush small numbers to zero")
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
 
 
 @pytest.mark.parametrize("log_weight", [-15.0, -20.0, -23.5])
@@ -218,29 +196,25 @@ def test_a_row_with_one_likely_key_keeps_the_digits_of_its_small_gradient():
     assert ((slopes[0] - slopes[1]).norm(dim=-1) <= 1e-4 * slopes[1].norm(dim=-1)).all()
 
 
-CASES = {"narrow": (0.2, 0.0, 1e-5), "within a nat": (0.05, 0.0, 3e-5), "hardly any from 100": (1e-3, 100.0, 1e-2)}
+BROAD = {"time": 127, "width": 8, "keys": 16, "weights": 16.0}
+CASES = {  # the call, how far its values are from 0, how its results are weighted, and how far beta's gradient may err
+    "narrow": (BROAD | {"spread": 0.2}, 0.0, torch.randn_like, 1e-5),
+    "within a nat": (BROAD | {"spread": 0.05}, 0.0, torch.randn_like, 3e-5),
+    "hardly any from 100": (BROAD | {"spread": 1e-3}, 100.0, torch.randn_like, 1e-2),
+    "a small beta": ({"time": 64, "beta": 1e-2}, 0.0, torch.rand_like, 1e-4),
+    "a smaller one": ({"time": 64, "beta": 1e-3}, 0.0, torch.rand_like, 1e-3),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", range(4))
-def test_values_of_a_narrow_span_keep_the_digits_of_the_temperatures_gradient(case, seed):
+def test_narrow_spans_and_small_betas_keep_the_digits_of_the_temperatures_gradient(case, seed):
     """Around 100 the gradient was off by 6.7 times its size when e was not computed from differences."""
     torch.manual_seed(seed)
-    spread, offset, limit = CASES[case]
-    call = make("softmax", 127, beta=2.0, width=8, keys=16, weights=16.0, spread=spread)
-    call = call.set(v=call.arguments["v"] + offset)
-    exact, weight = call.leaves(torch.float64), torch.randn(1, 127, 2, 8)
-    slope = lambda call, read: torch.autograd.grad((read.free_energy * weight).sum(), call.arguments["beta"])[0]  # noqa: E731
-    mine = call.leaves()
-    assert relative(slope(mine, mine.read()), slope(exact, exact.definition())) <= limit
-
-
-@pytest.mark.parametrize(("beta", "within"), [(1e-2, 1e-4), (1e-3, 1e-3)])
-def test_a_small_beta_of_softmax_has_its_gradient(beta, within):
-    call, weights = make("softmax", 64, beta=beta), torch.rand(1, 64, 2, 3)
-    mine, exact = call.leaves(), call.leaves(torch.float64)
-    slope = lambda call, read: torch.autograd.grad((read.free_energy * weights).sum(), call.arguments["beta"])[0]  # noqa: E731
-    assert relative(slope(mine, mine.read()), slope(exact, exact.definition())) < within
+    sizes, offset, weight, limit = CASES[case]
+    call = make("softmax", **sizes)
+    _, _, found, wanted = beside_float64(call.set(v=call.arguments["v"] + offset), torch.zeros_like, weight)
+    assert relative(found["beta"], wanted["beta"]) < limit
 
 
 def test_a_decay_of_any_strength_is_read_in_both_directions():

@@ -47,11 +47,7 @@ def draw(kind: str, seed: int):
         call = make(kind, dtype=torch.float64, **settings)
     if choose.random() < 0.3:
         settings["spike"] = choose.choice([-1, 1]) * size(1, 3)
-        for name in ("v", "free_values"):
-            if (values := call.arguments.get(name)) is not None:
-                values = values.clone()
-                values[:, length // 3] += settings["spike"]
-                call = call.set(**{name: values})
+        call = call.spiked(settings["spike"], length // 3)
     marks, kept, ids = {}, torch.ones(length, dtype=torch.bool), torch.zeros(length, dtype=torch.long)
     if choose.random() < 0.3:
         settings["masked"] = choose.choice([0.1, 0.5, 1.0])

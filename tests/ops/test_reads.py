@@ -12,6 +12,7 @@ from reads import (
     SCANS,
     SHARED,
     SOFTMAX,
+    beside_float64,
     by_definition,
     documents_of,
     excess,
@@ -91,11 +92,8 @@ def drawn(name, case):
     mask, ids, spike, offset = (options.pop(n, 0) for n in ("mask", "ids", "spike", "offset"))
     time = options.pop("time", 23)
     call = make(name, time, **options)
-    for part in {"v", "free_values"} & call.along.keys():
-        values = call.arguments[part] + offset
-        values[:, time // 3] += spike
-        call = call.set(**{part: values})
-    marks = {}
+    values = {part: call.arguments[part] + offset for part in {"v", "free_values"} & call.along.keys()}
+    call, marks = call.set(**values).spiked(spike, time // 3), {}
     keep, documents = torch.ones(time, dtype=torch.bool), torch.zeros(time, dtype=torch.long)
     if mask:
         keep[:3] = keep[7] = keep[11:13] = keep[-1] = False
@@ -329,12 +327,9 @@ def test_long_sequences_stay_exact(name, heavy):
     call = make(name, 4093, heads=1, beta=20.0)
     if heavy:
         call = call.set(log_weight=call.arguments["log_weight"] + heavy)
-    mine, exact = call.leaves(), call.leaves(torch.float64)
-    got, wanted = mine.read(), exact.read()
-    cotangents = [torch.randn_like(part) for part in wanted]
-    expected = gradients_of(exact, wanted, cotangents)
+    got, wanted, found, expected = beside_float64(call, definition=type(call).read)
     assert all(relative(one, other, 0.1) < 1e-5 for one, other in zip(got, wanted))
-    for part, gradient in gradients_of(mine, got, cotangents).items():
+    for part, gradient in found.items():
         assert relative(gradient, expected[part], 0.1) < 1e-5, part
 
 
@@ -369,14 +364,13 @@ def test_entries_computed_again_are_counted_and_said_once(name, monkeypatch):
     call = make(name, 20)
     call.read()
     assert (fallbacks.entries, fallbacks.recomputed) == (20 * 2 * 3, 0)
-    v = call.arguments["v"].clone()
-    v[:, 10] += 500
+    spiked = call.spiked(500, 10)
     with pytest.warns(UserWarning, match="computed again"):
-        call.set(v=v).read()
+        spiked.read()
     assert fallbacks.recomputed >= 10 * 2 * 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        call.set(v=v).read()
+        spiked.read()
 
 
 @pytest.mark.slow

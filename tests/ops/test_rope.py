@@ -10,10 +10,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from fem.ops.common.rope import frequencies, rotate_all
 
 
-def rotate(x, position, theta=10000.0):
-    return rotate_all((x,), position, frequencies(x.shape[-1], theta, x.device))[0]
-
-
 def by_complex_numbers(x, position, theta):
     """z_j = x_j + i x_{j + d/2} turned by exp(i position theta^(-2j/d))."""
     batch, time, heads, width = x.shape
@@ -31,18 +27,13 @@ def by_complex_numbers(x, position, theta):
 @pytest.mark.parametrize("position", [torch.arange(5), torch.tensor([[0, 1, 2, 0, 1], [7, 90000, 3, 3, 12]])])
 def test_rotation_and_its_gradient(dtype, position):
     x = torch.randn(2, 5, 3, 6, dtype=dtype, requires_grad=True)
-    y = rotate(x, position, 100.0)
+    (y,) = rotate_all((x,), position, frequencies(6, 100.0, x.device))
     assert y.dtype == dtype
     eps = torch.finfo(dtype).eps
     assert (y - by_complex_numbers(x.detach(), position, 100.0)).abs().max() <= 8 * eps * (1 + x.abs().max())
     grad = torch.randn_like(y)
     (found,) = torch.autograd.grad(y, x, grad)
     assert (found - by_complex_numbers(grad, -position, 100.0)).abs().max() <= 8 * eps * (1 + grad.abs().max())
-
-
-def test_an_odd_width_is_named():
-    with pytest.raises(ValueError, match="width must be even, got 5"):
-        rotate(torch.randn(1, 2, 1, 5), torch.arange(2))
 
 
 def test_a_compiled_train_step_makes_its_table_of_angles_once(as_users_run):
@@ -56,8 +47,7 @@ def test_a_compiled_train_step_makes_its_table_of_angles_once(as_users_run):
     def layers(q, k):
         for _ in range(2):
             position = torch.arange(q.shape[1])
-            frequency = 0.5 ** torch.arange(2, dtype=torch.float64)
-            q, k = rotate_all((q, k), position, frequency)
+            q, k = rotate_all((q, k), position, 0.5 ** torch.arange(2, dtype=torch.float64))
         return q, k
 
     q, k = torch.randn(2, 1, 5, 2, 4, requires_grad=True)

@@ -1,4 +1,6 @@
-"""What torch dispatches while a block runs."""
+"""What torch dispatches while a block runs, and how a function is called."""
+
+from functools import wraps
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,3 +18,16 @@ class Dispatched(TorchDispatchMode):
         made = function(*arguments, **(options or {}))
         self.calls.append((function, arguments, [x for x in tree_leaves(made) if torch.is_tensor(x)]))
         return made
+
+
+def watched(monkeypatch, owner, name: str) -> list[tuple[tuple, dict, object]]:
+    """The calls of a function from here on: what it is given, by place and by name, and what it returns."""
+    function, calls = getattr(owner, name), []
+
+    @wraps(function)
+    def call(*arguments, **options):
+        calls.append((arguments, options, made := function(*arguments, **options)))
+        return made
+
+    monkeypatch.setattr(owner, name, call)
+    return calls

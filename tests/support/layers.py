@@ -45,15 +45,19 @@ def some_pairs(one, other, every=3):
 SPLIT = {"free_share": 0.5}  # some channels read the mean, the others the free energy
 
 
+def stirred(module, size=0.2):
+    """The module, every parameter of which is away from its start."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(size * torch.randn_like(parameter))
+    return module
+
+
 def make_layer(dtype=torch.float64, seed=0, prior=None, **fields) -> FreeEnergyMixer:
     """prior: an operator of the user's own in a prior's place."""
     torch.manual_seed(seed)
     config = FreeEnergyMixerConfig(**{"n_embd": WIDTH, "n_head": HEADS} | fields)
-    layer = FreeEnergyMixer(config, prior=None if prior is None else OperatorPrior(prior))
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return layer.to(dtype).eval()
+    return stirred(FreeEnergyMixer(config, None if prior is None else OperatorPrior(prior))).to(dtype).eval()
 
 
 def streamed(layer, x, sizes, **marks):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
@@ -60,6 +62,13 @@ class Call:
 
     def set(self, **tensors: Tensor) -> Call:
         return replace(self, arguments=self.arguments | tensors)
+
+    def spiked(self, size: float, at: int) -> Call:
+        """The call whose values, those of free energies too, are so much larger at a token."""
+        values = {n: x.clone() for n, x in self.along.items() if n in ("v", "free_values")}
+        for x in values.values():
+            x[:, at] += size
+        return self.set(**values)
 
     def leaves(self, dtype: torch.dtype | None = None) -> Call:
         return self.map(lambda x: x.detach().to(dtype or x.dtype).clone().requires_grad_())
@@ -262,6 +271,14 @@ def gradients_of(call: Call, read, cotangents) -> dict[str, Tensor]:
     return dict(zip(names, torch.autograd.grad(loss, call.tensors(), retain_graph=True, materialize_grads=True)))
 
 
+def beside_float64(call: Call, of_mean=torch.randn_like, of_f=torch.randn_like, definition=Call.definition):
+    """A read and its definition in float64, and the gradients of both, for cotangents that are made of the results."""
+    mine, exact = call.leaves(), call.leaves(torch.float64)
+    read, wanted = mine.read(), definition(exact)
+    cotangents = [of_mean(wanted.mean), of_f(wanted.free_energy)]
+    return read, wanted, gradients_of(mine, read, cotangents), gradients_of(exact, wanted, cotangents)
+
+
 def relative(got: Tensor, wanted: Tensor, least: float = 1e-30) -> float:
     """The largest error in units of the largest entry, or of `least` where all entries are smaller."""
     wanted = wanted.double()
@@ -295,6 +312,17 @@ def of_one_query(q, k, v, f, beta, mask, scale):
     (q, beta), (k, v, f) = (x.double() for x in (q, beta)), (x.double().transpose(1, 2) for x in (k, v, f))
     how = {"scale": scale, "free_values": f, "bias": None if mask is None else mask.double()[:, :, None]}
     return functional.softmax_read(q[:, None], k, v, beta, **how, backend="reference")
+
+
+@contextmanager
+def flushed():
+    """Numbers below 1e-38 become 0, as on a GPU."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush small numbers to zero")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def draw_for_kernels(name, time, dtype=torch.float32, **options):

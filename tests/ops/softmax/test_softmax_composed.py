@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dispatched import Dispatched
+from dispatched import Dispatched, watched
 from processes import printed
 from reads import gradients_of, make
 
@@ -16,7 +16,6 @@ from fem.ops.common.precision import fallbacks
 from fem.ops.common.tokens import read_tokens
 from fem.ops.softmax import card_attention as card
 from fem.ops.softmax import composed_read, exact
-from fem.ops.softmax.softmax_read import softmax_read as read_op
 from fem.ops.softmax.softmax_read import without_masked
 from fem.ops.softmax.support import Support, bounds, support
 from fem.priors import softmax as prior
@@ -191,17 +190,10 @@ HALF, SINGLE = torch.float16, torch.float32
 ])  # fmt: skip
 @pytest.mark.parametrize(("key", "value"), [(16, 8), (24, 7), (8, 20)])
 def test_attention_is_asked_for_what_fused_kernels_have(monkeypatch, dtype, inside, groups, key, value):
-    asked = []
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def record(q, k, v, **how):
-        asked.append((q, k, v, how))
-        return attention(q, k, v, **how)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    asked = watched(monkeypatch, torch.nn.functional, "scaled_dot_product_attention")
     q, k, v, beta = draw(21, key=key, value=value)
     read = composed(q.to(dtype), k.to(dtype), v.to(dtype), beta, by_blocks=False)
-    ((q, k, v, how),) = asked
+    (((q, k, v), how, _),) = asked
     assert q.dtype == k.dtype == v.dtype == inside
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 16 == 0
@@ -300,12 +292,9 @@ def test_values_within_a_span_need_no_flag(monkeypatch):
 
 @pytest.mark.parametrize(("cap", "span"), [(None, torch.inf), (29.0, 58.0)])
 def test_a_layer_with_a_cap_says_what_its_values_span(monkeypatch, cap, span):
-    said = []
-    told = lambda *x, span, **how: said.append(span) or read_op(*x, span=span, **how)  # noqa: E731
-    monkeypatch.setattr(prior, "softmax_read", told)
-    layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, value_logexp_cap=cap))
-    layer(torch.randn(1, 5, 16))
-    assert set(said) == {span}
+    calls = watched(monkeypatch, prior, "softmax_read")
+    FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, value_logexp_cap=cap))(torch.randn(1, 5, 16))
+    assert {how["span"] for _, how, _ in calls} == {span}
 
 
 SCRIPT = """

@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from dispatched import Dispatched
+from dispatched import Dispatched, watched
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from layers import FAMILIES, make_layer, streamed, tokens
-from reads import make, of_one_query
+from reads import flushed, make, of_one_query
 
 from fem.functional import softmax_read
 from fem.ops.softmax import cached
@@ -168,10 +168,9 @@ def test_a_cache_is_copied_only_where_masked_tokens_hold_no_numbers(monkeypatch,
     q, k, v, beta = draw(31)
     q, k, v, keep = q[:, None], k.transpose(1, 2), v.transpose(1, 2), torch.rand(2, 31) < 0.7
     marks = {mark: keep if mark == "key_mask" else torch.where(keep, 0.0, -torch.inf)[:, None, None]}
-    wanted, copied = softmax_read(q, k, v, beta, **marks, backend="reference"), []
+    wanted = softmax_read(q, k, v, beta, **marks, backend="reference")
     k[~keep], v[~keep] = hidden, hidden
-    copy = read_module.without_masked
-    monkeypatch.setattr(read_module, "without_masked", lambda *given: copied.append(1) or copy(*given))
+    copied = watched(monkeypatch, read_module, "without_masked")
     torch.testing.assert_close(softmax_read(q, k, v, beta, **marks), wanted, rtol=1e-5, atol=1e-5)
     assert bool(copied) == (not math.isfinite(hidden))
 
@@ -180,11 +179,8 @@ def test_a_token_of_less_weight_than_float32_can_say_counts_by_its_value():
     q, k, v, beta = draw(2, heads=1, key_heads=1, batch=1)
     mask = torch.tensor([[[0.0, -88.5]]])
     v[..., 1, :] = v[..., 0, :] + 87 / beta
-    assert torch.set_flush_denormal(True)
-    try:
+    with flushed():
         read = one_query_read(q, k, v, v, beta, mask, 0.0, True)
-    finally:
-        torch.set_flush_denormal(False)
     wanted = definition(q, k, v, beta, mask).free_energy
     torch.testing.assert_close(read.free_energy.double(), wanted, rtol=1e-5, atol=1e-5)
 
@@ -196,17 +192,25 @@ def test_large_scores_cost_a_stream_no_digits():
     assert (call.streamed(*[1] * 80).free_energy - exact).abs().max() < 5e-6  # 4e-5 when p was exp(scores - lse)
 
 
+@pytest.fixture
+def exponentials(monkeypatch):
+    """How many tokens were read by the form that takes exponentials of the whole cache."""
+    return watched(monkeypatch, read_module, "one_query_read")
+
+
 @pytest.mark.parametrize("family", SOFTMAX)
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded, beta_start", [(False, 1.8), (True, 1.8), (False, -7.0)])
 @torch.no_grad()
-def test_tokens_one_by_one_equal_the_whole_while_rooms_fill_and_are_left(family, padded):
-    layer, x = make_layer(torch.float32, **FAMILIES[family]), tokens(time=27, dtype=torch.float32)
-    mask = torch.ones(2, 27, dtype=torch.long)
+def test_tokens_one_by_one_equal_the_whole_while_rooms_fill_and_are_left(exponentials, family, padded, beta_start):
+    """Without an exponential of the whole cache, as values are ordinary."""
+    layer = make_layer(torch.float32, **FAMILIES[family] | {"beta_max_init": beta_start})
+    x, mask = tokens(time=43, dtype=torch.float32), torch.ones(2, 43, dtype=torch.long)
     if padded:
         mask[0, :4] = mask[1, 9] = 0
-    whole = layer(x, attention_mask=mask)
-    y, states = streamed(layer, x, [9, *[1] * 14, 2, 1, 1], **{"attention_mask": mask} if padded else {})
-    torch.testing.assert_close(y[mask.bool()], whole[mask.bool()], rtol=1e-5, atol=2e-5)
+    y, states = streamed(layer, x, [5, *[1] * 34, 2, 1, 1], **{"attention_mask": mask} if padded else {})
+    torch.testing.assert_close(y[mask.bool()], layer(x, attention_mask=mask)[mask.bool()], rtol=1e-5, atol=2e-5)
+    assert not exponentials
+    assert ("shift" in states[-1].memory) == layer.config.use_lse
     places = [state.memory["key"].data_ptr() for state in states]
     copies = {one != other for one, other in pairwise(places[1:])}
     assert copies == ({True} if FAMILIES[family].get("window") else {True, False})
@@ -239,26 +243,6 @@ def test_two_continuations_of_a_stream_never_write_to_one_place(mode):
 def token_by_token(layer, x, first=5, **marks):
     """The outputs of tokens one by one after a first chunk, and the states along the way."""
     return streamed(layer, x, [first, *[1] * (x.shape[1] - first)], **marks)
-
-
-@pytest.fixture
-def exponentials(monkeypatch):
-    """How many tokens were read by the form that takes exponentials of the whole cache."""
-    taken = []
-    monkeypatch.setattr(read_module, "one_query_read", lambda *a: taken.append(1) or one_query_read(*a))
-    return taken
-
-
-@pytest.mark.parametrize("family", SOFTMAX)
-@pytest.mark.parametrize("beta_start", [1.8, -7.0])
-def test_a_step_over_ordinary_values_takes_no_exponential_of_the_cache(exponentials, family, beta_start):
-    layer = make_layer(torch.float32, **FAMILIES[family] | {"beta_max_init": beta_start})
-    x = tokens(time=40, dtype=torch.float32)
-    y, states = token_by_token(layer, x)
-    with torch.no_grad():
-        torch.testing.assert_close(y, layer(x), rtol=1e-5, atol=2e-5)
-    assert not exponentials
-    assert ("shift" in states[-1].memory) == layer.config.use_lse
 
 
 CHANGES = {

@@ -103,8 +103,7 @@ def test_what_is_not_finite_reaches_no_other_sequence(time, what, value, backend
     leaves = [x.requires_grad_() for x in arguments]
     read = softmax_read(*leaves, backend=backend)
     torch.testing.assert_close([x[1] for x in read], [x[1] for x in clean], rtol=1e-5, atol=1e-5)
-    gradients = torch.autograd.grad(sum(x.sum() for x in read), leaves[:3])
-    assert all(x[1].isfinite().all() for x in gradients)
+    assert all(x[1].isfinite().all() for x in torch.autograd.grad(sum(x.sum() for x in read), leaves[:3]))
 
 
 @pytest.mark.parametrize("rule", ["mask", "documents", "window", "all"])
@@ -122,8 +121,7 @@ def test_what_a_row_may_not_see_never_matters(rule, backend):
     leaves = [x.requires_grad_() for x in (q, k, v, arguments[3])]
     read = softmax_read(*leaves, backend=backend, **rules)
     torch.testing.assert_close([x[rows] for x in read], [x[rows] for x in clean], rtol=1e-5, atol=1e-5)
-    gradients = torch.autograd.grad(sum(x[rows].sum() for x in read), leaves)
-    assert all(x.isfinite().all() for x in gradients)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(sum(x[rows].sum() for x in read), leaves))
 
 
 EXTREMES = {

@@ -1,12 +1,15 @@
-"""Scans by our own kernels in Triton's interpreter beside float64.
-
-Prints "equal", or what differs.
+"""Channels and state spaces by our own kernels in Triton's interpreter, beside float64: `test_kernels.py` runs this
+file.
 """
+
+import interpreted  # noqa: F401  (before any kernel)
+
+# isort: split
 
 from dataclasses import replace
 
 import fla_reference
-import interpreted  # noqa: F401  (before any kernel)
+import pytest
 import torch
 from reads import gradients_of, make
 
@@ -75,16 +78,14 @@ def results(call, marks, dtype, backend, pieces, columns=False):
 
 
 def error(
-    name, time=9, rows=2, spike=0.0, near=None, documents=False, masked=False, pieces=False, columns=False, unit=1.0,
-    beside=False, dtype=None, **options,
+    name, time=9, rows=2, spike=0.0, near=None, documents=False, masked=False, pieces=False, columns=False, dtype=None,
+    **options,
 ) -> float:  # fmt: skip
-    """Of reads and gradients, the largest, of its norm or of `unit` where that is less."""
-    torch.manual_seed(0)
-    _FOUND["mamba_ssm"] = beside
+    """Of reads and gradients, the largest, of its norm or of 1 where that is less."""
     call, marks = make(name, time, batch=rows, **options), {}
     if near is not None:
         call = call.set(v=3 + near * call.arguments["v"])
-    call.arguments["free_values" if "free" in options else "v"][:, time // 4] += spike
+    call = call.spiked(spike, time // 4)
     if documents:
         marks["segment_ids"] = (torch.arange(time) // (time // 3 + 1))[None].expand(rows, time)
     if masked:
@@ -93,31 +94,36 @@ def error(
     sizes = (time // 2 - 2, time // 2, 1, 1, 1) if pieces else None
     wanted = results(call, marks, torch.float64, "plain", None)
     found = results(call, marks, dtype, "triton", sizes, columns)
-    return max(((a - b).norm() / b.norm().clamp_min(unit)).item() for a, b in zip(found, wanted, strict=True))
+    return max(((a - b).norm() / b.norm().clamp_min(1.0)).item() for a, b in zip(found, wanted, strict=True))
 
 
-def unseen() -> float:
-    """What rows without weight read, which must be 0."""
+@pytest.fixture(autouse=True)
+def in_pieces(monkeypatch):
+    """Rows have pieces."""
+    monkeypatch.setattr(ssm_read, "mamba_kernel", fla_reference.selective_scan)
+    for module, constant in ((channel_kernels, "SHORTEST"), (ssm_kernels, "CHUNK")):
+        monkeypatch.setattr(module, constant, 2)
+
+
+@pytest.mark.parametrize("kind, case", [(kind, case) for kind in SIZES for case in BOTH | CASES[kind]])
+def test_reads_and_gradients_are_those_of_float64(kind, case, monkeypatch):
+    options = SIZES[kind] | (BOTH | CASES[kind])[case]
+    monkeypatch.setitem(_FOUND, "mamba_ssm", options.pop("beside", False))
+    assert error(**options) < LOOSE.get(case, LIMIT)
+
+
+def test_rows_without_weight_read_0():
     call = make("aft", 9, width=4)
     call.arguments["log_weight"][:, :4] = -torch.inf
-    return max(x[:, :4].abs().max().item() for x in call.read(backend="triton"))
+    assert not any(x[:, :4].any() for x in call.read(backend="triton"))
 
 
-def second_derivatives(name: str) -> float:
+@pytest.mark.parametrize("name", ["ssm", "aft with decay"])
+def test_second_derivatives_are_those_of_float64(name):
     call, found = make(name, 9, width=4), []
     for dtype, backend in ((None, "triton"), (torch.float64, "plain")):
         leaves = call.leaves(dtype)
         loss = sum(x.square().sum() for x in leaves.read(backend=backend))
         first = torch.autograd.grad(loss, leaves.tensors(), create_graph=True)
         found.append(torch.autograd.grad(sum(x.square().sum() for x in first), leaves.tensors()))
-    return max(((a - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True))
-
-
-if __name__ == "__main__":
-    ssm_read.mamba_kernel = fla_reference.selective_scan
-    channel_kernels.SHORTEST = ssm_kernels.CHUNK = 2  # so that rows have pieces
-    tried = {kind: BOTH | CASES[kind] for kind in SIZES}
-    found = {(kind, name): error(**SIZES[kind] | case) for kind, cases in tried.items() for name, case in cases.items()}
-    found |= {(name, "twice"): second_derivatives(name) for name in ("ssm", "aft with decay")}
-    found["channels", "unseen"] = unseen()
-    print({case: size for case, size in found.items() if not size < LOOSE.get(case[1], LIMIT)} or "equal")
+    assert all((a - b).norm() < LIMIT * b.norm() for a, b in zip(*found, strict=True))
