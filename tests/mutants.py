@@ -148,7 +148,7 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
     Mutant("of split values the first channels read the free energy", "fem/pipeline.py",
            "v, free = v.split([config.value_width - config.free_width, config.free_width], -1)",
            "free, v = v.split([config.free_width, config.value_width - config.free_width], -1)",
-           "tests/layer/test_split_values.py"),
+           "tests/layer/test_mixer.py"),
     Mutant("the cap clips what the mean reads", "fem/pipeline.py",
            "return v, None if free is v else free",
            "return (v if cap is None else free), None if free is v else free", "tests/layer/test_mixer.py"),

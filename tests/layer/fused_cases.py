@@ -8,6 +8,8 @@ import fused_on_cpu
 import pytest
 import torch
 import triton.language as tl
+from dispatched import watched
+from layers import stirred
 from torch.utils.checkpoint import checkpoint
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer, joint_maps
@@ -74,12 +76,7 @@ def fused(monkeypatch):
 def build(fields, width=12, heads=2, **sizes):
     torch.manual_seed(0)
     usual = {"n_embd": 20, "n_head": heads, "fem_dim": width * heads, "qk_dim": 8 * heads, "use_conv": False}
-    config = FreeEnergyMixerConfig(**usual | sizes | fields)
-    layer = FreeEnergyMixer(config)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return layer
+    return stirred(FreeEnergyMixer(FreeEnergyMixerConfig(**usual | sizes | fields)))
 
 
 def exact(layer):
@@ -93,6 +90,12 @@ def trained(layer, x, gradient, parameters=None, **marks):
     x, parameters = x.detach().requires_grad_(), layer.parameters() if parameters is None else parameters
     y = layer(x, **marks)
     return [y, *torch.autograd.grad(y, [x, *parameters], gradient.to(y.dtype), materialize_grads=True)]
+
+
+def assert_near(found, wanted, within, gradient):
+    """By the norm of the output and of each gradient; of what is but rounding, by that of the output's gradient."""
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() < within * other.norm().clamp_min(1e-2 * gradient.norm())
 
 
 def errors(layer, x):
@@ -152,8 +155,7 @@ def test_masking_a_token_equals_deleting_it(name, documents, monkeypatch):
     monkeypatch.setattr(layer.prior, "read", None)
     found = trained(layer, x.masked_fill(~keep[..., None], torch.nan), gradient, **marks)
     wanted[0], found[0] = (y.masked_fill(~keep[..., None], 0) for y in (wanted[0], found[0]))
-    for one, other in zip(found, wanted, strict=True):
-        assert (one - other).norm() < 2e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
+    assert_near(found, wanted, 2e-5, gradient)
 
 
 @pytest.mark.parametrize("name, documents, spike", [
@@ -174,12 +176,10 @@ def test_a_token_sees_its_document_and_window_alone(name, documents, spike, monk
     if spike:
         spread(layer, 1.0, spike)
     wanted = trained(exact(layer), x.double(), gradient, segment_ids=ids)
-    taken, read = [], fused_layer.mixed
-    monkeypatch.setattr(fused_layer, "mixed", lambda *inputs: taken.append(read(*inputs)) or taken[-1])
+    calls = watched(monkeypatch, fused_layer, "mixed")
     found = trained(layer, x, gradient, segment_ids=ids)
-    assert taken[0] is not None
-    for one, other in zip(found, wanted, strict=True):
-        assert (one - other).norm() < 5e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
+    assert calls[0][-1] is not None
+    assert_near(found, wanted, 5e-5, gradient)
 
 
 @pytest.mark.parametrize("miscompiled", [False, True])
@@ -191,8 +191,7 @@ def test_documents_of_a_few_tokens_are_told_apart(name, miscompiled, monkeypatch
     wanted = trained(exact(layer), x.double(), gradient, segment_ids=ids)
     monkeypatch.setattr(fla_read, "miscompiled", lambda device: miscompiled)
     monkeypatch.setattr(layer.prior, "read", None)
-    for one, other in zip(trained(layer, x, gradient, segment_ids=ids), wanted, strict=True):
-        assert (one - other).norm() < 1e-4 * other.norm().clamp_min(1e-2 * gradient.norm())
+    assert_near(trained(layer, x, gradient, segment_ids=ids), wanted, 1e-4, gradient)
 
 
 SOFTMAX_PROMPTS = ["full", "split, conditioner", "F alone", "grouped heads", "attention"]
@@ -226,8 +225,7 @@ def test_tokens_go_on_from_a_fused_prefill(name, padded, documents, doubt, monke
             y, state = layer(x[:, :12], return_state=True, **part(0, 12))
         z, state = layer(x[:, 12:18], state=state, return_state=True, **part(12, 18))
         last, _ = layer(x[:, 18:], state=state, return_state=True, **part(18, 19))
-    found = torch.cat([y, z, last], 1)
-    assert (found - wanted)[keep].norm() < 1e-5 * wanted[keep].norm()
+    assert (torch.cat([y, z, last], 1) - wanted)[keep].norm() < 1e-5 * wanted[keep].norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -347,12 +345,10 @@ def test_tokens_of_linear_attention_in_doubt_are_read_again(name, how_many, monk
     monkeypatch.setattr(layer.prior, "read", None)
     monkeypatch.setattr(doubtful_tokens, "SPAN", 4)
     monkeypatch.setattr(scan_kernels, "LEAST_PROVEN", tl.constexpr(share if how_many == "some" else 1e30))
-    found, read = [], linear_mixed_read.read_doubtful
-    monkeypatch.setattr(
-        linear_mixed_read, "read_doubtful", lambda sizes, scan, *out: found.append(scan) or read(sizes, scan, *out)
-    )
+    calls = watched(monkeypatch, linear_mixed_read, "read_doubtful")
     off = errors(layer, torch.randn(1, 19, 20))
-    marks = found[0].doubtful
+    (_, scan, *_), *_ = calls[0]
+    marks = scan.doubtful
     assert marks.all() if how_many == "all" else marks.any() and not marks.all()
     assert max(off.values()) < 2e-5, off
 
@@ -405,13 +401,11 @@ TOKENS = {prior: {"prior_type": prior, "qk_dim": None} for prior in PRIORS} | {
 }
 
 
-def counted(monkeypatch) -> list[int]:
-    """Let float32 layers on a CPU take the maps of a token, whose number in each launch is listed."""
-    launches, maps = [], row_maps.row_maps
+def counted(monkeypatch) -> list[tuple]:
+    """Let float32 layers on a CPU take the maps of a token, of which each launch is listed."""
     monkeypatch.setattr(joint_maps, "DTYPES", (torch.float32,))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(row_maps, "row_maps", lambda *given: launches.append(len(given[0])) or maps(*given))
-    return launches
+    return watched(monkeypatch, row_maps, "row_maps")
 
 
 @pytest.mark.parametrize("name", TOKENS)

@@ -7,7 +7,9 @@ from itertools import product
 import fused_on_cpu
 import pytest
 import torch
-from fused_cases import LAYERS, VALUES, build, errors, hooked, spread, trained
+from dispatched import watched
+from fused_cases import LAYERS, VALUES, assert_near, build, errors, hooked, spread, trained
+from layers import stirred
 
 from fem import FreeEnergyMixerConfig, fused_layer
 from fem.models import FEMConfig, FEMForCausalLM, replace_attention
@@ -71,10 +73,7 @@ def pairs(kind: str) -> torch.Tensor:
 def test_a_replaced_attention_is_read_exactly(kind, monkeypatch):
     """By the fused kernels where each query sees a range of keys, compiled too."""
     torch.manual_seed(0)
-    layer = FreeEnergyHead(FreeEnergyMixerConfig(n_embd=24, n_head=2, fem_dim=24, use_conv=False))
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    layer = stirred(FreeEnergyHead(FreeEnergyMixerConfig(n_embd=24, n_head=2, fem_dim=24, use_conv=False)))
     twin, x, gradient = deepcopy(layer).double(), torch.randn(2, 19, 24), torch.randn(2, 19, 2, 12)
     mask, by_heads = None if kind is None else pairs(kind), lambda x: (x * torch.arange(1, 25)).unflatten(-1, (2, 12))
     how = None, kind in (None, "masked keys under causality"), 0.1, mask
@@ -84,9 +83,7 @@ def test_a_replaced_attention_is_read_exactly(kind, monkeypatch):
     monkeypatch.setattr(head, "softmax_read", lambda *given, **options: reads.append(1) or read(*given, **options))
     eager = partial(call, layer)
     for one in (eager, torch.compile(eager, backend="aot_eager", fullgraph=True)):
-        found = trained(one, x, gradient, layer.parameters())
-        for one, other in zip(found, wanted, strict=True):
-            assert (one - other).norm() < 2e-5 * other.norm().clamp_min(1e-2 * gradient.norm())
+        assert_near(trained(one, x, gradient, layer.parameters()), wanted, 2e-5, gradient)
     assert len(reads) == (kind == "a hole")
 
 
@@ -108,8 +105,7 @@ def test_a_model_with_lora_is_read_as_by_other_forms(replaced, monkeypatch):
     with torch.no_grad():
         for parameter in learnt:
             parameter.add_(0.1 * torch.randn_like(parameter))
-    ids, reads, read = torch.randint(32, (2, 19)), [], gated_read.gated_read
-    monkeypatch.setattr(gated_read, "gated_read", lambda *given: reads.append(1) or read(*given))
+    ids, reads = torch.randint(32, (2, 19)), watched(monkeypatch, gated_read, "gated_read")
 
     def step():
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss

@@ -1,4 +1,4 @@
-"""Widths, switches and names of the configuration."""
+"""Widths, switches and names of the configuration, of the authors' scripts too, which must run as they are pasted."""
 
 import dataclasses
 import json
@@ -54,6 +54,20 @@ def test_matched_solves_the_widths_that_trying_them_all_finds(fields, widths):
     assert off(best_of_all(config)) == off(config)
 
 
+def test_matched_widths_of_f_alone_are_those_of_a_full_free_share():
+    fields = {"n_embd": 64, "n_head": 4, "use_conv": False, "use_temperature": False}
+    alone, share = (FreeEnergyMixerConfig.matched(**fields, **more) for more in ({}, {"free_share": 1.0}))
+    assert (alone.fem_dim, alone.qk_dim) == (share.fem_dim, share.qk_dim)
+    assert alone.read_width == alone.value_width
+
+
+@pytest.mark.parametrize("build", [FreeEnergyMixerConfig.slim, FreeEnergyMixerConfig.split])
+def test_a_preset_without_gates_has_no_rank(build):
+    off = {"use_temperature": False, "use_outer_gate": False}
+    assert [build(n_embd=width, n_head=4).gate_rank for width in (64, 512)] == [4, 32]
+    assert build(n_embd=64, n_head=4, **off).gate_rank is None
+
+
 def gated(fields, ablation):
     """Whether the ablation has a gate for the fields' gate_rank, and a free energy for their free_share."""
     off = {"use_lse": True, "use_temperature": True, "use_outer_gate": True} | ABLATIONS[ablation]
@@ -97,8 +111,7 @@ def test_the_default_is_the_papers_first_split():
 
 
 def test_temperature_switches_the_log_sum_exp_on():
-    config = FreeEnergyMixerConfig(n_embd=64, n_head=4, use_lse=False)
-    assert config.use_lse
+    assert FreeEnergyMixerConfig(n_embd=64, n_head=4, use_lse=False).use_lse
     layer = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=64, n_head=4, use_temperature=False))
     assert layer.beta is None
     assert layer.gate.inner is None
@@ -185,8 +198,7 @@ AUTHORS = [  # the widths that the authors' README and Table 7's operations give
 
 @pytest.mark.parametrize("prior, fields, share", AUTHORS)
 def test_the_papers_widths_are_the_authors(prior, fields, share):
-    config = FreeEnergyMixerConfig.paper(768, 8, prior, **fields)
-    assert config.fem_dim == share * 768
+    assert FreeEnergyMixerConfig.paper(768, 8, prior, **fields).fem_dim == share * 768
 
 
 def test_the_papers_mamba_has_the_weights_that_table_7_counts():
@@ -244,3 +256,41 @@ def test_one_gate_per_head_scales_the_head_by_its_number():
     wanted = torch.log1p(layer.gate.outer(x).exp()) / torch.log(torch.tensor(2.0, dtype=torch.float64))
     torch.testing.assert_close(gate, wanted[..., None].expand(gate.shape))
     assert gate.std() > 0.1
+
+
+QUICK_START = {
+    "n_embd": 512, "n_head": 8, "prior_type": "softmax", "softmax_backend": "auto", "fem_ratio": 2 / 3,
+    "p_t_to_fem_ratio": 2.0, "use_temperature": True, "use_lse": True, "use_outer_gate": True, "use_conv": True,
+    "use_rope": True,
+}  # fmt: skip
+GUIDE = {
+    "n_embd": 512, "n_head": 8, "fem_dim": None, "fem_ratio": 0.5, "qk_dim": None, "p_t_to_fem_ratio": 4.0,
+    "softmax_backend": "auto", "dropout": 0.0, "causal": True, "bias": True, "use_temperature": True, "use_lse": True,
+    "use_outer_gate": True, "value_logexp_cap": 40.0, "eps": 1e-6, "use_rope": True, "rope_theta": 10000.0,
+    "use_conv": True, "conv_hidden": 64, "conv_norm_first": True, "conv_bidirectional": False, "ssm_rank": 16,
+    "mamba_normalize": True,
+}  # fmt: skip
+MAMBA = {
+    "n_embd": 512, "n_head": 8, "fem_dim": None, "fem_ratio": 0.5, "prior_type": "mamba", "dropout": 0.0,
+    "causal": True, "bias": True, "use_temperature": True, "use_lse": True, "use_outer_gate": True, "use_rope": False,
+    "use_conv": True, "conv_hidden": 64, "ssm_rank": 16, "mamba_normalize": True,
+}  # fmt: skip
+SCRIPTS = {
+    "quick start": QUICK_START,
+    "softmax": GUIDE | {"prior_type": "softmax"},
+    "linear": GUIDE | {"prior_type": "linear"},
+    "gla": GUIDE | {"prior_type": "gla"},
+    "rnn_softmax": GUIDE | {"prior_type": "rnn_softmax", "fem_ratio": 1, "p_t_to_fem_ratio": 2.0},
+    "mamba": MAMBA,
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_script_runs(script):
+    layer = FreeEnergyMixer(FreeEnergyMixerConfig(**SCRIPTS[script])).to(device="cpu", dtype=torch.float32).eval()
+    x = torch.randn(2, 128, 512)
+    for mask in (None, torch.rand(2, 128) > 0.1):
+        with torch.no_grad():
+            y = layer(x, attention_mask=mask)
+        assert y.shape == (2, 128, 512)
+        assert y.isfinite().all()

@@ -23,8 +23,7 @@ def test_the_gates_are_those_of_equations_10_and_11(gate_rank):
 
 
 def test_the_gradients_of_the_gates_by_hand_are_the_true_ones_of_first_and_second_order():
-    config = FreeEnergyMixerConfig(n_embd=6, n_head=2, fem_dim=6, use_conv=False, free_share=0.5)
-    gate = TwoLevelGate(config).double()
+    gate = TwoLevelGate(FreeEnergyMixerConfig(n_embd=6, n_head=2, fem_dim=6, use_conv=False, free_share=0.5)).double()
     x, mean, free_energy = (3 * torch.randn(2, *shape, dtype=torch.double) for shape in ((6,), (2, 2), (2, 1)))
     inputs = [leaf.requires_grad_() for leaf in (x, mean, free_energy)]
     mixed = lambda x, *read: gate(x, Read(*read))  # noqa: E731

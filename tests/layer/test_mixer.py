@@ -53,19 +53,20 @@ def test_future_tokens_change_nothing(family):
         assert (layer(spiked)[:, :7] - y[:, :7]).abs().max() <= 5e-6 * (1 + y.abs().max())
 
 
+KEEP = torch.tensor([[1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1]]).bool()
+MARKS = {"attention_mask": KEEP, "segment_ids": torch.tensor([[3, 3, 3, 4, 4, 4, 4, 3, 3, 3, 3, 3, 3], [1] * 13])}
+
+
 @families
 @pytest.mark.parametrize("sizes", [[1] * 13, [1, 4, 7, 1], [12, 1]], ids=["steps", "chunks", "a step after a prompt"])
 def test_pieces_equal_the_whole(family, sizes):
     """With masks and documents; and where the ids end, a state stays in its document."""
     layer, x = make_layer(**FAMILIES[family]), tokens()
-    ids = torch.tensor([[3, 3, 3, 4, 4, 4, 4, 3, 3, 3, 3, 3, 3], [1] * 13])
-    keep = torch.tensor([[1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1]])
-    marks = {"attention_mask": keep, "segment_ids": ids}
-    whole, (y, states) = layer(x, **marks), streamed(layer, x, sizes, **marks)
-    close(y[keep.bool()], whole[keep.bool()])
+    whole, (y, states) = layer(x, **MARKS), streamed(layer, x, sizes, **MARKS)
+    close(y[KEEP], whole[KEEP])
     assert isinstance(states[-1].nbytes, int)
-    _, state = layer(x[:, :9], attention_mask=keep[:, :9], segment_ids=ids[:, :9], return_state=True)
-    later = keep[:, 9:].bool()
+    _, state = layer(x[:, :9], **{name: mark[:, :9] for name, mark in MARKS.items()}, return_state=True)
+    later = KEEP[:, 9:]
     close(layer(x[:, 9:], attention_mask=later, state=state)[later], whole[:, 9:][later])
 
 
@@ -93,8 +94,7 @@ def test_a_state_is_never_changed_and_reorders_like_rows(family):
     _, state = layer(x[:, :6], return_state=True)
     order = torch.tensor([2, 0, 0])
     expected = layer(x[order])[:, 6:]
-    moved = state.reorder(order)
-    close(layer(x[order, 6:], state=moved), expected)
+    close(layer(x[order, 6:], state=state.reorder(order)), expected)
     layer(x[:, 6:], state=state, return_state=True)
     close(layer(x[order, 6:], state=state.reorder(order)), expected)
     assert state.to("cpu").nbytes == state.nbytes
@@ -236,7 +236,10 @@ def test_bfloat16_autocast_trains(family):
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if PRIORS[FAMILIES[name]["prior_type"]].takes_pairs])
+BY_CHANNEL = [name for name, fields in FAMILIES.items() if PRIORS[fields["prior_type"]].takes_pairs]  # a cap needs it
+
+
+@pytest.mark.parametrize("family", BY_CHANNEL)
 def test_the_cap_clips_the_log_sum_exp_branch_alone(family):
     x = tokens() * 3
     exact, loose, tight = (make_layer(value_logexp_cap=cap, **FAMILIES[family]) for cap in (None, 1e6, 0.1))
@@ -267,3 +270,51 @@ def test_every_part_is_called_as_a_module(family):
         part.register_forward_hook(lambda module, inputs, output: called.append(module))
     layer(tokens())
     assert Counter(called) == Counter(layer.children())
+
+
+# Split values, of which some channels read the mean and the others F; and F alone, of layers that read no mean
+
+
+def in_both_ways(split, x, **marks):
+    """What the split layer must give, from the paper's reading of all its channels."""
+    whole = FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=WIDTH, n_head=HEADS, prior_type=split.config.prior_type, **{
+        name: getattr(split.config, name) for name in ("fem_dim", "causal", "use_conv", "conv_hidden")
+    })).double()  # fmt: skip
+    weights, d_f = split.state_dict(), split.config.free_width
+    weights |= {name: x for name, x in whole.state_dict().items() if name.startswith("gate.inner")}
+    weights["beta.theta"] = torch.nn.functional.pad(weights["beta.theta"], (split.config.value_width - d_f, 0))
+    whole.load_state_dict(weights)
+    reading = whole.inspect(x, **marks)
+    u = torch.cat([reading.mean[..., :-d_f], reading.free_energy[..., -d_f:]], -1)
+    return whole.output((reading.gate * u).flatten(-2))
+
+
+@pytest.mark.parametrize("prior", [name for name, prior in PRIORS.items() if prior.takes_pairs])
+@pytest.mark.parametrize("share, causal", [(0.5, True), (0.25, False), (1.0, True)])
+def test_the_last_channels_read_the_free_energy_and_the_others_the_mean(prior, share, causal):
+    layer, x = make_layer(prior_type=prior, free_share=share, fem_dim=32, causal=causal), tokens()
+    close(layer(x), in_both_ways(layer, x))
+    close(layer(x, **MARKS)[KEEP], in_both_ways(layer, x, **MARKS)[KEEP])
+
+
+def pair(family, **fields):
+    """The layer, and one of its weights whose channels are read in pairs of mean and F."""
+    alone = make_layer(**FAMILIES[family], use_temperature=False, **fields)
+    both = make_layer(**FAMILIES[family], use_temperature=False, **fields)
+    both.load_state_dict(alone.state_dict())
+    both.pair = both.parts
+    return alone, both
+
+
+@pytest.mark.parametrize("family, cap", [*((name, None) for name in FAMILIES), *((name, 0.5) for name in BY_CHANNEL)])
+def test_f_alone_is_f_beside_the_mean(family, cap):
+    layers, x = pair(family, value_logexp_cap=cap), tokens()
+    mask = torch.rand(x.shape[:2]) > 0.3
+    found = []
+    for layer in layers:
+        y = layer(x, attention_mask=mask)
+        found.append([y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+    alone, both = (layer.inspect(x) for layer in layers)
+    torch.testing.assert_close(alone.mean, both.mean)  # which is shown although it is not read
+    assert alone.gap.shape == alone.mean.shape

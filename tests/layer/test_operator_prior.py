@@ -130,8 +130,7 @@ def test_masks_map_under_vmap_and_documents_do_not():
     layer, x = with_operator(lambda x: x.cumsum(1)), tokens(dtype=torch.float32)
     keep = torch.ones(2, 13, dtype=torch.bool)
     by_row = lambda x, marks, name: layer(x[None], **{name: marks[None]})[0]  # noqa: E731
-    masked = torch.vmap(by_row, in_dims=(0, 0, None))(x, keep, "attention_mask")
-    torch.testing.assert_close(masked, layer(x, keep))
+    torch.testing.assert_close(torch.vmap(by_row, in_dims=(0, 0, None))(x, keep, "attention_mask"), layer(x, keep))
     with pytest.raises(RuntimeError, match="vmap"):
         torch.vmap(by_row, in_dims=(0, 0, None))(x, keep.long(), "segment_ids")
 
