@@ -54,8 +54,7 @@ def model(tmp_path_factory, tokenizer):
 
 
 def tables(layer, time=TIME) -> LayerTables:
-    reading = layer.inspect(make_tokens(batch=1, time=time))
-    return layer_tables(1, layer.prior.name, reading)
+    return layer_tables(1, layer.prior.name, layer.inspect(make_tokens(batch=1, time=time)))
 
 
 # --- the tables
@@ -291,8 +290,7 @@ def test_a_model_without_fem_is_refused(monkeypatch, capsys, tmp_path, tokenizer
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1))
     folder = saved(gpt2, tokenizer, tmp_path / "gpt2")
     assert fem(monkeypatch, "inspect", "--model", folder, "--text", "the", "--output", str(tmp_path / "run")) == 2
-    sentence = "model must have Free Energy Mixer layers, got a GPT2LMHeadModel without any."
-    assert sentence in capsys.readouterr().err
+    assert "model must have Free Energy Mixer layers, got a GPT2LMHeadModel without any." in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -167,8 +167,7 @@ def test_what_was_saved_opens_as_it_is_and_is_saved_again(name, tmp_path):
         same = first.keys() - {"encoder", "decoder"}  # which transformers itself saves with another dtype
         assert {field: first[field] for field in same} == {field: second.get(field) for field in same}
         assert first.keys() == second.keys()
-    low = load_replaced(tmp_path / "once", dtype=torch.float64)
-    assert low.dtype == torch.float64
+    assert load_replaced(tmp_path / "once", dtype=torch.float64).dtype == torch.float64
 
 
 @pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification"])

@@ -126,8 +126,7 @@ def test_padding_changes_no_reward():
     model = transformers.AutoModelForSequenceClassification.from_config(small_config(num_labels=1, pad_token_id=0))
     ids = tokens(1, 7).clamp_min(1)
     padded = torch.cat([ids, torch.zeros(1, 3, dtype=torch.long)], 1)
-    found = model.eval()(padded, attention_mask=(padded != 0).long()).logits
-    torch.testing.assert_close(found, model(ids).logits)
+    torch.testing.assert_close(model.eval()(padded, attention_mask=(padded != 0).long()).logits, model(ids).logits)
 
 
 def test_priors_of_fixed_state_have_no_longest_row_unless_asked():
@@ -189,8 +188,7 @@ def gemma2() -> nn.Module:
 
 def gpt_oss() -> nn.Module:
     sizes = {"head_dim": 8, "sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
-    config = transformers.GptOssConfig(**GROUPED, **sizes)
-    return lively(transformers.GptOssForCausalLM(config))
+    return lively(transformers.GptOssForCausalLM(transformers.GptOssConfig(**GROUPED, **sizes)))
 
 
 @pytest.mark.parametrize("build", [gemma2, gpt_oss])

@@ -1,22 +1,34 @@
-"""Models served by an engine's own attention and cache: what they read is what the exact form reads."""
+"""Models served by an engine's own attention and cache, by continuous batching and over processes: what they read is
+what the exact form reads. Rows split over one process are nothing but the model.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
+import shutil
 import textwrap
 import warnings
 from itertools import cycle
+from pathlib import Path
 
 import pytest
+import split_models
 import torch
-from own_priors import register
+from own_priors import MeanPrior, register
+from processes import printed, torchrun
 from small_models import lively, small_config, tokens
-from transformers import DynamicCache
+from torch import nn
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
+from fem import FreeEnergyMixer, FreeEnergyMixerConfig
 from fem.models import FEMCache, FEMConfig, FEMForCausalLM
+from fem.models.context import context_parallel, own_part
+from fem.models.loss import next_tokens
 from fem.models.modeling import FEMBlock
 from fem.ops.softmax.cached import REACH
+from fem.priors import OperatorPrior
 
 FAMILIES = {
     "full": {},
@@ -35,7 +47,9 @@ FAMILIES = {
     "conditioner": {"mixer": {"use_conv": True}},
     "gate_and_conditioner": {"mixer": {"use_conv": True, "use_temperature": False, "use_lse": False, "gate_rank": 4}},
     "plain_attention": {"mixer": {"use_temperature": False, "use_lse": False, "use_outer_gate": False}},
+    "other_scores": {"prior_type": "cosine", "num_key_value_heads": 2},
 }
+slow = lambda test: pytest.mark.slow(pytest.mark.timeout(900)(test))  # noqa: E731
 
 
 def small_model(mixer: dict | None = None, **fields) -> FEMForCausalLM:
@@ -59,7 +73,8 @@ def served(model: FEMForCausalLM, engine: str, *args, **how):
 
 
 @pytest.mark.parametrize(("family", "engine"), [*zip(FAMILIES, cycle(["sdpa", "eager"])), ("full", "eager")])
-def test_logits_and_tokens_of_an_engine_are_those_of_the_exact_read(family, engine):
+def test_logits_and_tokens_of_an_engine_are_those_of_the_exact_read(family, engine, monkeypatch):
+    register(monkeypatch)
     model, ids = small_model(**FAMILIES[family]), tokens(3, 13)
     mask = left_padded(ids, (13, 9, 1))
     how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
@@ -72,18 +87,10 @@ def test_logits_and_tokens_of_an_engine_are_those_of_the_exact_read(family, engi
     torch.testing.assert_close(logits[mask.bool()], exact[mask.bool()], rtol=1e-4, atol=1e-4)
 
 
-@torch.no_grad()
-def test_a_softmax_of_other_scores_has_what_attention_has(monkeypatch):
-    """Grouped heads, an engine's attention and its cache, a length of its own; under whatever name."""
+def test_a_softmax_of_other_scores_has_grouped_heads_and_a_length_of_its_own(monkeypatch):
     register(monkeypatch)
-    model, ids = small_model(prior_type="cosine", num_key_value_heads=2), tokens(2, 9)
-    assert model.model.layers[0].mixer.config.kv_heads == 2
+    assert small_model(**FAMILIES["other_scores"]).model.layers[0].mixer.config.kv_heads == 2
     assert FEMConfig(vocab_size=9, prior_type="cosine").max_position_embeddings == 4096
-    how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    exact, written = model(ids).logits, model.generate(ids, **how)
-    torch.testing.assert_close(served(model, "sdpa", ids).logits, exact, rtol=1e-4, atol=1e-4)
-    model.set_attn_implementation("sdpa")
-    assert torch.equal(model.generate(ids, **how), written)
 
 
 def test_a_model_reads_exactly_unless_an_engine_is_named():
@@ -266,3 +273,125 @@ def test_bfloat16_of_an_engine_errs_at_most_twice_as_far_as_plain_attention():
         half = served(model.bfloat16(), "sdpa", ids).logits
         errors.append(((half - right).norm() / right.norm()).item())
     assert errors[0] <= 2 * errors[1]
+
+
+@slow
+@pytest.mark.parametrize("engine", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["full", "grouped", "window", "window_in_one_layer", "slim_gates", "split"])
+def test_continuous_batching_writes_what_generate_writes(family, engine):
+    """Prompts of 1 to 30 tokens, prefilled in chunks of at most 24 tokens: rows join and end while others run."""
+    model, of = small_model(**FAMILIES[family]), torch.Generator().manual_seed(2)
+    prompts = [torch.randint(1, 53, (n,), generator=of).tolist() for n in (1, 17, 5, 30, 3, 11)]
+    how = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=7, pad_token_id=0)
+    written = [model.generate(torch.tensor([p]), generation_config=how)[0, len(p) :].tolist() for p in prompts]
+    model.set_attn_implementation(engine)
+    small = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=24)
+    done = model.generate_batch(prompts, generation_config=how, continuous_batching_config=small, progress_bar=False)
+    numbered = sorted(done.items(), key=lambda item: int(item[0].rsplit("_", 1)[1]))
+    assert [request.generated_tokens for _, request in numbered] == written
+
+
+@slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="FlexAttention on a CPU is compiled by g++")
+def test_flex_attention_reads_what_the_exact_form_reads():
+    model, ids = small_model(), tokens(2, 13)
+    mask = left_padded(ids, (13, 9))
+    with torch.no_grad():
+        exact, flex = model(ids, attention_mask=mask).logits, served(model, "flex_attention", ids, attention_mask=mask)
+    torch.testing.assert_close(flex.logits[mask.bool()], exact[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+def on_processes(what: str, processes: int, folder: Path) -> dict:
+    """What tests/support/split_models.py finds under torchrun."""
+    torchrun(processes, split_models.__file__, what, str(folder))
+    return json.loads((folder / "found.json").read_text())
+
+
+@slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_model_split_by_heads_reads_and_learns_as_one(processes, tmp_path):
+    for name, found in on_processes("heads", processes, tmp_path).items():
+        for what in ("logits", "loss", "weights"):
+            assert found[what] < 1e-5, (name, what, found)
+        assert found["same names"], name
+        whole = "mamba" in name  # its mixers share B and C, and stay whole
+        assert found["share"] < (0.95 if whole else 1 / processes + 0.15), (name, found)
+
+
+@slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_rows_split_over_processes_are_read_and_learnt_from_as_whole_ones(processes, tmp_path):
+    """Every prior, with the conditioner and without; padding, documents, a window, recomputed activations."""
+    for name, found in on_processes("rows", processes, tmp_path).items():
+        assert max(found.values()) < 1e-5, (name, found)
+
+
+WHOLE = """
+import torch
+from small_models import small_model, tokens
+model, ids = small_model(mixer={"use_conv": False}), tokens(1, 5)
+model.set_attn_implementation("sdpa")
+with torch.no_grad():
+    compiled = torch.compile(model, backend="eager", fullgraph=True)(ids)
+torch.testing.assert_close(compiled.logits, model(ids).logits)
+"""
+
+
+@slow
+def test_a_model_of_an_engine_is_one_graph():
+    """In a process of its own: the shape checks of the other tests break graphs."""
+    printed("-c", WHOLE)
+
+
+@pytest.mark.parametrize("prior", ["softmax", "gla"])
+def test_one_part_is_the_whole_row_and_afterwards_the_model_is_as_before(prior, mesh):
+    model, ids = small_model({"use_conv": True}, prior_type=prior), tokens(2, 9)
+    wanted = model(ids).logits
+    with context_parallel(model, mesh):
+        assert torch.allclose(model(own_part(ids, mesh), use_cache=False).logits, wanted, atol=1e-5)
+    assert torch.equal(model(ids).logits, wanted)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    model.generate(ids, max_new_tokens=2, pad_token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"labels": tokens(1, 4)}, "pass shift_labels"),
+        ({"position_ids": torch.arange(4)[None]}, "mark documents by segment_ids"),
+        ({"use_cache": True}, "use_cache=False"),
+        ({"shift_labels": next_tokens(tokens(1, 4)), "engine": "sdpa"}, "exact form"),
+    ],
+)
+def test_what_a_part_cannot_be_given_is_refused(given, said, mesh):
+    model, given = small_model(), dict(given)
+    model.set_attn_implementation(given.pop("engine", "exact"))
+    with context_parallel(model, mesh), pytest.raises(ValueError, match=said):
+        model(tokens(1, 4), **given)
+
+
+def layer(prior=None, **fields) -> FreeEnergyMixer:
+    return FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, **fields), prior)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (layer(causal=False), "causal=False"),
+        (layer(OperatorPrior(lambda x: x.cumsum(1)), use_conv=False), "no state"),
+        (
+            layer(MeanPrior(FreeEnergyMixerConfig(n_embd=16, n_head=2))),
+            "MeanPrior reads keys and values in a way of",
+        ),
+        (nn.Sequential(layer(), nn.Linear(16, 16)), "Sequential"),
+    ],
+)
+def test_a_model_that_cannot_read_parts_is_refused(model, said, mesh):
+    with pytest.raises(ValueError, match=said), context_parallel(model, mesh):
+        pass
+
+
+def test_parts_have_one_length(mesh, monkeypatch):
+    monkeypatch.setattr(type(mesh), "size", lambda self: 3)
+    with pytest.raises(ValueError, match="10 tokens cannot be cut into 3 equal parts"):
+        own_part(tokens(1, 10), mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,22 +26,13 @@ from fem.models import FEMForCausalLM, FEMForImageClassification, FEMImageConfig
 pytestmark = pytest.mark.usefixtures("as_users_run")  # shapes of an export are symbols
 ANY = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
 IMAGE = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+close = partial(torch.testing.assert_close, rtol=1e-4, atol=2e-5)
 QUICK = "rnn_decay"  # an exported step is slow to trace
 EVERY_PRIOR = [prior if prior == QUICK else pytest.param(prior, marks=pytest.mark.slow) for prior in PRIORS]
 
 
-def own_operators(program) -> set[str]:
-    """Of this library, in the graph and in the graphs below it."""
-    modules = [m for m in program.graph_module.modules() if hasattr(m, "graph")]
-    return {str(node.target) for m in modules for node in m.graph.nodes if str(node.target).startswith("fem")}
-
-
 def exported(layer: nn.Module, *inputs: torch.Tensor, sizes: dict = ANY):
     return export(layer, inputs, dynamic_shapes=tuple(sizes for _ in inputs), strict=False)
-
-
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("prior", EVERY_PRIOR)
@@ -49,7 +41,8 @@ def test_a_layer_exported_for_inference_is_torchs_own_operations_at_any_length(p
     layer = lively(FreeEnergyMixer(config))
     with torch.no_grad():
         program = exported(layer, torch.randn(2, 7, 16))
-    assert not own_operators(program)
+    graphs = [module.graph for module in program.graph_module.modules() if hasattr(module, "graph")]
+    assert not [node for graph in graphs for node in graph.nodes if str(node.target).startswith("fem")]
     for rows, time in ((1, 2), (3, 7), (2, 33)):
         x = torch.randn(rows, time, 16)
         close(program.module()(x), layer(x))
@@ -195,8 +188,7 @@ def test_onnxruntime_finds_the_logits_at_any_batch_and_length(prior, mixer, tmp_
     run = in_onnx(model, tmp_path / "m.onnx", **marked(2, 9))
     for rows, time in ((1, 2), (2, 9), (5, 21)):
         given = marked(rows, time)
-        expected = model(**given, use_cache=False).logits
-        torch.testing.assert_close(run(**given), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(run(**given), model(**given, use_cache=False).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -235,5 +227,4 @@ def test_a_converted_model_exports_as_it_did_before(kind, tmp_path):
     run = in_onnx(model, tmp_path / "m.onnx", **given)
     for rows, time in ((1, 3), (4, 12)):
         given = {"input_ids": tokens(rows, time), "attention_mask": torch.ones(rows, time, dtype=torch.long)}
-        expected = model(**given, use_cache=False)[0]
-        torch.testing.assert_close(run(**given), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(run(**given), model(**given, use_cache=False)[0], rtol=1e-4, atol=1e-4)

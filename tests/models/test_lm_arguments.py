@@ -58,16 +58,18 @@ def test_documents_said_in_any_way_equal_separate_runs(model, name):
 
 
 @every_kind
-@pytest.mark.parametrize("padded_positions", [0, 1])
-def test_masked_tokens_open_no_document(model, padded_positions):
+def test_padded_rows_are_single_ones_and_masked_tokens_open_no_document(model):
     """generate() gives padded tokens a position of their own, and gaps in a mask leave gaps in plain positions."""
-    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
-    mask[0, :4] = mask[1, 3:5] = 0
-    counted = (mask.cumsum(-1) - 1).masked_fill(mask == 0, padded_positions)
-    expected = model(ids, attention_mask=mask).logits[mask.bool()]
-    for positions in (counted, torch.arange(9)[None]):
-        found = model(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()]
-        torch.testing.assert_close(found, expected)
+    ids, mask = tokens(6, 11), torch.ones(6, 11, dtype=torch.long)
+    mask[1, :7] = mask[2, :10] = mask[3, 4:] = mask[4, 1:] = mask[5, 3:5] = 0
+    batch, kept = model(ids, attention_mask=mask).logits, mask.bool()
+    for row in range(5):
+        alone = model(ids[row, kept[row]][None]).logits[0]
+        torch.testing.assert_close(batch[row, kept[row]], alone, rtol=1e-5, atol=1e-5)
+    counted = mask.cumsum(-1) - 1
+    for positions in (*(counted.masked_fill(~kept, at) for at in (0, 1)), torch.arange(11)[None]):
+        found = model(ids, attention_mask=mask, position_ids=positions).logits
+        torch.testing.assert_close(found[kept], batch[kept])
 
 
 @every_kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from itertools import cycle, product
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import DynamicCache, StaticCache
 
 from fem import PRIORS
 
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
 CACHED_MODES = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "top_k": 0},
@@ -25,10 +27,6 @@ CACHED_MODES = {
 def generate(model, ids, **options):
     torch.manual_seed(3)
     return model.generate(ids, **{"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **options})
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 SCANS = [prior for prior in PRIORS if prior != "softmax"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from dispatched import watched
 from processes import printed
 from small_models import VOCABULARY, every_kind, lively, small_config, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
@@ -14,7 +15,6 @@ import fem
 from fem import FreeEnergyMixerConfig
 from fem.models import FEMConfig, FEMForCausalLM, FEMModel, loss, preset
 from fem.models.presets import FAMILIES, count_parameters
-from fem.ops.common.tokens import read_tokens
 
 # --- the loss
 
@@ -113,14 +113,13 @@ def test_a_head_that_is_more_than_its_weight_is_called_for_the_loss(kind):
 
 
 def test_logits_of_the_loss_never_cost_vocabulary_times_tokens(monkeypatch, softmax_model):
-    sizes, log_softmax = [], F.log_softmax
     monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 4 * VOCABULARY)
-    monkeypatch.setattr(F, "log_softmax", lambda x, *a, **k: (sizes.append(x.numel()), log_softmax(x, *a, **k))[1])
+    calls = watched(monkeypatch, F, "log_softmax")
     output = softmax_model.train()(tokens(3, 9), labels=tokens(3, 9))
     output.loss.backward()
     assert output.logits is None
-    assert sizes
-    assert max(sizes) <= 4 * VOCABULARY
+    assert calls
+    assert max(arguments[0].numel() for arguments, _, _ in calls) <= 4 * VOCABULARY
 
 
 def test_bf16_loss_is_summed_in_float32():
@@ -139,20 +138,7 @@ def test_logits_to_keep_selects_logits(softmax_model):
     torch.testing.assert_close(softmax_model.train()(ids, labels=ids, logits_to_keep=0).logits, logits)
 
 
-# --- rows: padding, packing, embeddings
-
-
-@every_kind
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batch_equals_single_rows(model, side):
-    ids, lengths = tokens(3, 11), (11, 4, 1)
-    mask = torch.zeros(3, 11, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        mask[row, slice(11 - length, 11) if side == "left" else slice(length)] = 1
-    batch = model(ids, attention_mask=mask).logits
-    for row in range(3):
-        kept = mask[row].bool()
-        torch.testing.assert_close(batch[row, kept], model(ids[row, kept][None]).logits[0], rtol=1e-5, atol=1e-5)
+# --- rows: embeddings; padding and documents are in test_lm_arguments.py
 
 
 def test_embeddings_stand_for_their_ids(softmax_model):
@@ -304,9 +290,8 @@ def test_compiled_loss_and_gradients_are_one_graph_of_any_length_and_equal_eager
 
 def test_marks_are_read_once_for_all_layers(softmax_model, monkeypatch):
     """And for blocks computed again; anew by the next call, whose marks may be others in the same tensor."""
-    model, read, calls = softmax_model.train(), read_tokens, []
+    model, calls = softmax_model.train(), watched(monkeypatch, fem.ops.common.tokens, "read_tokens")
     model.gradient_checkpointing_enable()
-    monkeypatch.setattr(fem.ops.common.tokens, "read_tokens", lambda *inputs: calls.append(1) or read(*inputs))
     ids, segments = tokens(2, 9), torch.zeros(2, 9, dtype=torch.long)
     for start in (6, 4):
         segments[:, start:] = 1
@@ -336,8 +321,7 @@ def test_label_smoothing_of_the_trainer_predicts_the_next_token(tmp_path):
 
 
 def test_layers_have_the_weights_of_plain_attention_unless_widths_are_given():
-    matched = small_config(hidden_size=64, num_attention_heads=4).mixer_configs()[0]
-    assert matched.linear_weights == 4 * 64**2
+    assert small_config(hidden_size=64, num_attention_heads=4).mixer_configs()[0].linear_weights == 4 * 64**2
     direct = small_config(hidden_size=64, num_attention_heads=4, mixer={"fem_dim": 16, "qk_dim": 32}).mixer_configs()[0]
     assert (direct.fem_dim, direct.qk_dim) == (16, 32)
 

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from dispatched import watched
 from own_priors import register
 from small_models import lively
 from torch import nn
@@ -138,9 +139,8 @@ def test_requests_that_join_and_end_read_as_whole_rows(states, name):
 
 @torch.no_grad()
 def test_which_tokens_are_whose_is_read_on_the_host_once_for_all_layers(states, monkeypatch):
-    inside, read = inside_vllm(states, drawn(MODELS["gla and the conditioner"])), states.rows_of
-    asked = []
-    monkeypatch.setattr(states, "rows_of", lambda metadata: asked.append(metadata) or read(metadata))
+    inside = inside_vllm(states, drawn(MODELS["gla and the conditioner"]))
+    asked = watched(monkeypatch, states, "rows_of")
     a_step(inside, [([3, 1, 4], 0, 2), ([1, 5], 0, 5)], padding=1)
     a_step(inside, [([9], 3, 2), ([2], 2, 5), ([6, 5], 0, 1)], padding=0)
     assert len(asked) == 2

@@ -369,8 +369,7 @@ def test_the_budget_is_spent_to_the_last_nat(p, v, kl):
     if not distinct(p, v) or kl > hard + 1e-12:
         assert beta == math.inf
     elif kl < hard - 1e-9:
-        q = theory.posterior(p, v, beta)
-        assert nats(q, p) == pytest.approx(kl, rel=1e-6, abs=1e-13)
+        assert nats(theory.posterior(p, v, beta), p) == pytest.approx(kl, rel=1e-6, abs=1e-13)
         spent = theory.free_energy(p, v, beta) + kl / beta
         torch.testing.assert_close(theory.posterior_mean(p, v, beta), spent, rtol=1e-9, atol=1e-9)
 
@@ -454,8 +453,7 @@ def test_the_kernel_of_the_value_map_is_that_of_its_weights():
 def test_weights_of_a_head_have_rank_one_and_those_of_fem_full_rank():
     v = torch.randn(5, 8, dtype=F64, generator=torch.Generator().manual_seed(0))
     p = torch.full((8,), 1 / 8, dtype=F64)
-    weights = theory.effective_weights(p, v, 0.5, 2.0)
-    assert torch.linalg.matrix_rank(weights) == 5
+    assert torch.linalg.matrix_rank(theory.effective_weights(p, v, 0.5, 2.0)) == 5
     assert torch.linalg.matrix_rank(theory.effective_weights(p, v, 0.0, 2.0)) == 1
 
 
@@ -509,8 +507,7 @@ def test_priors_are_shared_by_channels_and_betas_by_rows():
     assert reads.shape == (2, 3)
     for row, channel in itertools.product(range(2), range(3)):
         torch.testing.assert_close(reads[row, channel], theory.free_energy(p[row, :, 0], v[:, channel], beta[channel]))
-    curve = theory.free_energy(p[0, :, 0], v[:, 0], torch.linspace(0, 3, 4))
-    assert curve.shape == (4,)
+    assert theory.free_energy(p[0, :, 0], v[:, 0], torch.linspace(0, 3, 4)).shape == (4,)
     columns = p[:, :, 0] / p[:, :, 0].sum(0)
     posteriors = theory.posterior(columns, v[:, :2], torch.ones(4, 2), dim=0)  # beta adds an axis in front
     torch.testing.assert_close(posteriors, theory.posterior(columns, v[:, :2], 1.0, dim=0).expand(4, 2, 2))

@@ -51,8 +51,7 @@ def test_accumulated_steps_and_a_resumed_run_are_the_whole_one(data, tmp_path):
     train.run(replace(whole, max_steps=3, warmup_steps=2), tmp_path / "stopped")
     with pytest.raises(ValueError, match="another recipe: model \\(llama there, gpt2 here\\), model_fields"):
         train.run(other(data, "gpt2", max_steps=6, save_steps=3), tmp_path / "stopped", resume=True)
-    results = train.run(whole, tmp_path / "stopped", resume=True)
-    assert results["train"]["step"] == 6
+    assert train.run(whole, tmp_path / "stopped", resume=True)["train"]["step"] == 6
 
 
 @pytest.mark.parametrize(
@@ -65,13 +64,18 @@ def test_a_model_is_said_to_see_earlier_documents_where_it_does(data, tmp_path, 
 
 
 @pytest.mark.parametrize("model_type, said", [("llama", False), ("qwen2", True)])
-def test_a_type_beside_which_another_tokenizer_is_opened_is_said(data, tmp_path, capsys, model_type, said):
+def test_a_type_beside_which_another_tokenizer_is_opened_is_said_and_fem_opens_that_of_the_rows(
+    data, tmp_path, capsys, model_type, said
+):
+    """transformers opens any tokenizer beside a qwen2 as Qwen2Tokenizer, with other pieces and an entry more."""
     fields = '{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}'
     recipe = tiny(data, architecture=model_type, model=fields, max_steps=1, warmup_steps=0)
     train.run(recipe, tmp_path)
     assert ("AutoTokenizer makes a Qwen2Tokenizer" in capsys.readouterr().err) == said
     opened = [AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("tokenizer", "checkpoint-1")]
     assert (len(opened[0]) != len(opened[1])) == said
+    _, tokenizer = load_language_model(newest(tmp_path))
+    assert tokenizer.backend_tokenizer.to_str() == train.load_tokenizer(recipe, tmp_path).backend_tokenizer.to_str()
 
 
 def test_a_config_json_keeps_its_own_sizes(data, tmp_path):
@@ -86,8 +90,7 @@ def test_a_config_json_keeps_its_own_sizes(data, tmp_path):
 
 
 def test_a_model_type_takes_width_and_layers_of_the_preset(data):
-    recipe = tiny(data, architecture="llama", preset="fem-sm-small", model="{}")
-    config = train.model_config(recipe, 300)
+    config = train.model_config(tiny(data, architecture="llama", preset="fem-sm-small", model="{}"), 300)
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (384, 8, 300)
 
 
@@ -140,14 +143,6 @@ def test_special_tokens_are_those_of_the_rows_tokenizer(data, tmp_path):
     assert trained.generation_config.eos_token_id in (tokenizer.eos_token_id, [tokenizer.eos_token_id])
     assert trained.config.bos_token_id is None
     assert train.model_config(tiny(data, architecture="phi3", model="{}"), 300).pad_token_id is None  # 32000 in phi3
-
-
-def test_a_model_whose_type_has_a_tokenizer_of_its_own_keeps_that_of_its_rows(data, tmp_path):
-    """transformers opens any tokenizer beside a qwen2 as Qwen2Tokenizer, with other pieces and an entry more."""
-    recipe = tiny(data, architecture="qwen2", model=json.dumps(LLAMA), max_steps=1, warmup_steps=0)
-    train.run(recipe, tmp_path)
-    _, tokenizer = load_language_model(newest(tmp_path))
-    assert tokenizer.backend_tokenizer.to_str() == train.load_tokenizer(recipe, tmp_path).backend_tokenizer.to_str()
 
 
 def test_a_model_that_cannot_run_says_so_in_a_sentence(data, tmp_path):
