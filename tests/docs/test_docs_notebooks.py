@@ -56,6 +56,5 @@ def test_a_mixer_has_its_one_name_and_colour(path):
     """Colours of mixers come from `fem_research.common.names`, not from the notebook."""
     own = {*GREYS.values(), *FULL_COLOURS.values(), *PART_COLOURS.values()} - {OTHER_GREY}
     source = "\n".join(cell.source for cell in code(nbformat.read(path, as_version=4)))
-    drawn = re.findall(r"color=\"(#\w+)\"", source)
-    assert not own & set(drawn)
+    assert not own & set(re.findall(r"color=\"(#\w+)\"", source))
     assert "softmax attention" not in source

@@ -67,10 +67,6 @@ def test_every_patch_stands_on_the_page():
     assert found | unseen == told
 
 
-def in_triton(node: ast.AST) -> bool:
-    return any(ast.unparse(mark) in ("triton.jit", "launched") for mark in node.decorator_list)
-
-
 def test_no_name_of_the_reads_stands_twice():
     """But for a function in Triton, which has the name of its plain twin."""
     places = defaultdict(list)
@@ -78,7 +74,8 @@ def test_no_name_of_the_reads_stands_twice():
         places[path.name].append(str(path))
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-                places[node.name, in_triton(node)].append(str(path))
+                in_triton = any(ast.unparse(mark) in ("triton.jit", "launched") for mark in node.decorator_list)
+                places[node.name, in_triton].append(str(path))
     del places["__init__.py"]
     assert len(places) > 200
     assert [found for found in places.values() if len(found) > 1] == []
