@@ -70,13 +70,6 @@ def log_probabilities(model, ids):
     return [row[token].item() for row, token in zip(rows, ids[1:])]
 
 
-def argmax_continuation(model, ids, count):
-    for _ in range(count):
-        with torch.no_grad():
-            ids = [*ids, model(torch.tensor([ids])).logits[0, -1].argmax().item()]
-    return ids
-
-
 def test_the_suite_has_the_papers_columns_beside_the_papers_row():
     recipe = evaluation.EvalRecipe(model="m", suite="paper", tasks="own")
     scores = {"piqa": {"acc": 0.7, "acc_stderr": 0.01, "acc_norm": 0.8}, "own": {"acc": 0.5, "acc_stderr": 0.2}}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from layers import stirred
 
 from fem import FreeEnergyMixer
 from fem.models import FEMForImageClassification, FEMImageConfig
@@ -12,10 +13,7 @@ from fem_research.lm.small import LanguageRecipe, model_config
 
 
 def randomised(model):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.double().eval()
+    return stirred(model, 0.1).double().eval()
 
 
 @pytest.mark.parametrize(("causal", "offsets"), [(True, (-3, -2, -1, 0)), (False, (-1, 0, 1))])

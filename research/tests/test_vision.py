@@ -20,6 +20,7 @@ pytest.importorskip("sklearn", reason="needs free-energy-mixer[vision]")
 import datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import stirred
 from PIL import Image
 from rich.progress import Progress
 from trainings import interrupted, same
@@ -64,10 +65,7 @@ def classifier(**fields):
 
 def randomised(model):
     """Every weight away from 0, where the conditioner, biases and the class token start and would hide errors."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+    return stirred(model, 0.1).eval()
 
 
 # the model
@@ -290,10 +288,14 @@ def test_images_of_another_size_and_labels_of_another_shape_are_refused(as_users
 # pictures
 
 
-def png(colour, size=(5, 4)):
+def png_of(picture):
     file = io.BytesIO()
-    Image.new("RGB", size, colour).save(file, "PNG")
+    picture.save(file, "PNG")
     return file.getvalue()
+
+
+def png(colour, size=(5, 4)):
+    return png_of(Image.new("RGB", size, colour))
 
 
 COLOURS = {"blue": (0, 0, 200), "red": (200, 0, 0), "green": (0, 200, 0)}
@@ -509,12 +511,6 @@ def test_a_crop_depends_on_seed_epoch_and_index_alone(tmp_path):
     assert torch.equal(look(1, 2, 3), look(1, 2, 3, before=(0, 1, 2)))
     other = [look(5, 2, 3), look(1, 5, 3), look(1, 2, 0)]
     assert not any(torch.equal(look(1, 2, 3), x) for x in other)
-
-
-def png_of(picture):
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return file.getvalue()
 
 
 def test_labels_are_smoothed_in_training_and_plain_in_tests():

@@ -51,11 +51,6 @@ def cases(seed: int) -> list[Case]:
     return found + [Case(FULL_DISK, room) for room in ROOMS]
 
 
-def little_room(size: int) -> None:
-    """As on a full disk: no file may grow beyond so many bytes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
 class Chaos:
     """Runs cases against an undisturbed training of the same recipe, which is made once in `folder`."""
 
@@ -78,7 +73,8 @@ class Chaos:
         output = self.folder / f"case-{number}"
         shutil.rmtree(output, ignore_errors=True)
         if case.kind == FULL_DISK:
-            first = self.training(output, before=partial(little_room, int(case.what))).end()
+            room = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (int(case.what),) * 2)  # no file grows beyond
+            first = self.training(output, before=room).end()
         else:
             training = self.training(output)
             time.sleep(case.what * self.seconds)

@@ -82,6 +82,14 @@ def assert_same_run(one, other, step):
     assert_same_weights(one, other, step)
 
 
+def argmax_continuation(model, ids, count):
+    """The prompt, and the likeliest token so often."""
+    for _ in range(count):
+        with torch.no_grad():
+            ids = [*ids, model(torch.tensor([ids])).logits[0, -1].argmax().item()]
+    return ids
+
+
 def save_random_model(path, texts, context):
     """A model of random weights, large enough that no two tokens are equally likely, beside its tokenizer."""
     from fem.models import FEMConfig

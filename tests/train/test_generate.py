@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from command_line import fem
-from trainings import save_random_model
+from trainings import argmax_continuation, save_random_model
 
 from fem.train.checkpoints import load_language_model
 from fem.train.generate import continue_prompt
@@ -22,13 +22,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(folder):
     return load_language_model(folder)
-
-
-def argmax_continuation(model, ids, count):
-    for _ in range(count):
-        with torch.no_grad():
-            ids = [*ids, model(torch.tensor([ids])).logits[0, -1].argmax().item()]
-    return ids
 
 
 class Pieces:

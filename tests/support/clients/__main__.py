@@ -13,15 +13,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from clients import commands  # noqa: F401  (registers its clients)
 from clients.programs import run_clients
 from clients.survey import Finding, model_types, survey
 
 from fem.tables import markdown_table
 
 RESULTS = ("right", "refused", "wrong", "crashed", "not run", "not built")
-
-
 WHY = {  # what an error message says about a model type that was not run
     "a package that is not installed": r"requires the \w+ library|pip install",
     "inputs that the survey does not guess": r"missing \d|specif|provided|must be|NoneType|Could not find",
@@ -82,16 +79,12 @@ def page(clients: list[dict[str, str]], findings: list[Finding]) -> str:
     groups = {why: [] for why in (*WHY, OTHER)}
     for found in findings:
         if found.result in RESULTS[4:]:
-            groups[reason_of(found)].append(f"`{found.model_type}`")
+            group = next((why for why, words in WHY.items() if re.search(words, found.reason)), OTHER)
+            groups[group].append(f"`{found.model_type}`")
     table = [{"why": why, "model types": f"{len(names)}: {', '.join(names)}"} for why, names in groups.items()]
     lines += ["### Not run and not built", "", markdown_table(table), "### Why", ""]
     why = [{"model type": f"`{x.model_type}`", "why": x.reason} for x in findings if x.result in RESULTS[1:4]]
     return "\n".join([*lines, markdown_table(why)])
-
-
-def reason_of(found: Finding) -> str:
-    """Which of the groups a model type that was not run belongs to."""
-    return next((why for why, words in WHY.items() if re.search(words, found.reason)), OTHER)
 
 
 if __name__ == "__main__":
