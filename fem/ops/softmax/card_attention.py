@@ -1,7 +1,7 @@
 """Attention on a card by torch's fused kernels, never by the form of T x T scores, and functions compiled there.
 
-Private parts of PyTorch: `_dynamo.config.patch` and `_dynamo.maybe_mark_dynamic`, of 2.11 to 2.15. They may go when
-2.14 is the oldest supported, whose `torch.compile` takes a limit of recompilations and dimensions that may vary.
+Private part of PyTorch: `_dynamo.maybe_mark_dynamic`, of 2.11 to 2.15. It may go when 2.14 is the oldest supported,
+whose `torch.compile` takes dimensions that may vary.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _flex(q, k, values, score: Callable | None, blocks, **options) -> tuple:
         out, aux = flex_attention(q, k, values, score, blocks, **options, kernel_options=kernel)
         return out, aux.lse
     compiled = _compiled(flex_attention, dynamic=True, fullgraph=True)
-    with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
+    with torch.compiler.config.patch(recompile_limit=_RECOMPILES):
         out, aux = compiled(q, k, values, score, blocks, **options, kernel_options=kernel)
     return out, aux.lse
 
@@ -180,7 +180,7 @@ def _try_compiled(function: Callable, *arguments):
         for dim in range(2 if isinstance(x, Tensor) and x.ndim == 4 else 0):
             torch._dynamo.maybe_mark_dynamic(x, dim)
     try:
-        with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
+        with torch.compiler.config.patch(recompile_limit=_RECOMPILES):
             return _compiled(function)(*arguments)
     except torch.OutOfMemoryError:
         raise
