@@ -97,11 +97,8 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
     from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
     options, bounded, given = _softmax_options(layer, call), _bounded(layer, call), call.tokens
-    tokens, order = given, None
-    if given.keep is not None:
-        tokens, order = kept_first(given.keep, given.document)
-        features, call = order.kept_first(features), call._replace(tokens=tokens)
-    tensors, memory = _tensors(layer, call, features), None
+    call, features, order = _kept_first(call, features)
+    tensors, tokens, memory = _tensors(layer, call, features), call.tokens, None
     seen = _seen(layer, call, order) if bounded else ()
     if call.memory is None:
         o = mixed_read(options, *tensors, seen)
@@ -116,6 +113,14 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
         memory = append({}, k, v, beta, tokens, windowed, free_values)
         memory = within_window(memory, layer.config.window) if windowed else memory
     return o if order is None else order.as_before(o), memory
+
+
+def _kept_first(call: Call, features: Tensor) -> tuple[Call, Tensor, Order | None]:
+    """The call, but for its x, and the features with kept tokens first, and their order; None: no mask is given."""
+    if call.tokens.keep is None:
+        return call, features, None
+    tokens, order = kept_first(call.tokens.keep, call.tokens.document)
+    return call._replace(tokens=tokens), order.kept_first(features), order
 
 
 def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
@@ -198,8 +203,7 @@ def _mixed_by_parts(layer, call: Call, features: Tensor) -> Tensor | None:
     """A softmax layer whose maps have adapters or hooks."""
     config, prior, bounded = layer.config, layer.prior, _bounded(layer, call)
     known = type(prior) is SoftmaxPrior and not watched(prior) and config.backend in ("auto", "sdpa")
-    whole = call.tokens.keep is None and call.memory is None
-    if not (available(call.x) and known and whole) or config.use_lse != (layer.beta is not None):
+    if not (available(call.x) and known and call.memory is None) or config.use_lse != (layer.beta is not None):
         return None
     if config.free_alone or config.value_logexp_cap is not None or config.free_share is not None:
         return None
@@ -207,14 +211,17 @@ def _mixed_by_parts(layer, call: Call, features: Tensor) -> Tensor | None:
     kernel = _kernel_of_parts(layer, call.x, sizes, config.causal, bounded)
     if kernel is None:
         return None
+    call, features, order = _kept_first(call, features)
+    x = call.x if order is None else order.kept_first(call.x)
     q, k = prior.queries_and_keys(features, call.tokens.position)
-    v, logits = layer.modulated(call.x, features), layer.gate.logits(features)
+    v, logits = layer.modulated(x, features), layer.gate.logits(features)
     if not plain_tensors(q, k, v, *logits):
         return None
-    return _gated(layer, kernel, logits, q, k, v, config.causal, None, _seen(layer, call) if bounded else ())
+    o = _gated(layer, kernel, logits, q, k, v, config.causal, None, _seen(layer, call, order) if bounded else ())
+    return o if order is None else order.as_before(o)
 
 
-def _seen(layer, call: Call, order: Order | None = None) -> list[Tensor]:
+def _seen(layer, call: Call, order: Order | None) -> list[Tensor]:
     """Which keys each token sees, in documents and under a window; none that an order has put behind the kept ones."""
     from fem.ops.softmax.fused.bounded_attention import with_lists
 
