@@ -212,7 +212,7 @@ def _mixed_by_parts(layer, call: Call, features: Tensor) -> Tensor | None:
     if kernel is None:
         return None
     call, features, order = _kept_first(call, features)
-    x = call.x if order is None else order.kept_first(call.x)
+    x = call.x if order is None else features[..., : config.n_embd]  # of [x, h], which is in that order already
     q, k = prior.queries_and_keys(features, call.tokens.position)
     v, logits = layer.modulated(x, features), layer.gate.logits(features)
     if not plain_tensors(q, k, v, *logits):

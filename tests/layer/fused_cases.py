@@ -145,12 +145,15 @@ def test_values_of_any_span_are_read_exactly(name, values):
 @pytest.mark.parametrize("name", ["full", "slim, grouped, conditioner", "gla", "linear, slim, split, conditioner",
                                   "both directions", "both directions, conditioner", *WINDOWS])  # fmt: skip
 def test_masking_a_token_equals_deleting_it(name, documents, monkeypatch):
-    """Rows padded on the left, on the right, with a hole, and of masked tokens alone; NaN stands in these."""
-    layer, x = build(LAYERS[name]), torch.randn(4, 19, 20)
-    keep = torch.ones(4, 19, dtype=torch.bool)
+    layer, ids = build(LAYERS[name]), torch.arange(19).expand(4, -1) // 8
+    assert_masked_tokens_are_passed_over(layer, monkeypatch, **{"segment_ids": ids} if documents else {})
+
+
+def assert_masked_tokens_are_passed_over(layer, monkeypatch, **marks):
+    """In rows padded on the left, on the right, with a hole, and of masked tokens alone; NaN stands in these."""
+    x, keep = torch.randn(4, 19, 20), torch.ones(4, 19, dtype=torch.bool)
     keep[0, :5] = keep[1, 12:] = keep[2, 7:9] = keep[3] = False
-    gradient = torch.randn(4, 19, 20) * keep[..., None]
-    marks = {"attention_mask": keep} | ({"segment_ids": torch.arange(19).expand(4, -1) // 8} if documents else {})
+    gradient, marks = torch.randn(4, 19, 20) * keep[..., None], marks | {"attention_mask": keep}
     wanted = trained(exact(layer), x.double(), gradient, **marks)
     monkeypatch.setattr(layer.prior, "read", None)
     found = trained(layer, x.masked_fill(~keep[..., None], torch.nan), gradient, **marks)

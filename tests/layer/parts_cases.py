@@ -8,7 +8,17 @@ import fused_on_cpu
 import pytest
 import torch
 from dispatched import watched
-from fused_cases import LAYERS, VALUES, assert_near, build, errors, exact, hooked, spread, trained
+from fused_cases import (
+    LAYERS,
+    VALUES,
+    assert_masked_tokens_are_passed_over,
+    assert_near,
+    build,
+    errors,
+    hooked,
+    spread,
+    trained,
+)
 from layers import stirred
 
 from fem import FreeEnergyMixerConfig, fused_layer
@@ -53,18 +63,11 @@ def test_what_maps_of_somebody_else_make_is_read_exactly(name, values, monkeypat
     torch.testing.assert_close(*(trained(one, x, torch.ones_like(x)) for one in (compiled, layer)))
 
 
-@pytest.mark.parametrize("name", ["a window", "both directions"])
+@pytest.mark.parametrize("name", ["a window", "both directions", "both directions, conditioner"])
 def test_masked_tokens_are_passed_over_behind_maps_of_somebody_else(name, monkeypatch):
-    """One row has a hole, another is padded on the left."""
-    layer, x, keep = build(LAYERS[name]), torch.randn(2, 19, 20), torch.ones(2, 19, dtype=torch.bool)
-    keep[0, 7:9] = keep[1, :5] = False
-    gradient = torch.randn(2, 19, 20) * keep[..., None]
-    wanted = trained(exact(layer), x.double(), gradient, attention_mask=keep)
+    layer = build(LAYERS[name])
     hooked(layer)
-    monkeypatch.setattr(layer.prior, "read", None)
-    found = trained(layer, x.masked_fill(~keep[..., None], torch.nan), gradient, attention_mask=keep)
-    wanted[0], found[0] = (y.masked_fill(~keep[..., None], 0) for y in (wanted[0], found[0]))
-    assert_near(found, wanted, 2e-5, gradient)
+    assert_masked_tokens_are_passed_over(layer, monkeypatch)
 
 
 def pairs(kind: str) -> torch.Tensor:
