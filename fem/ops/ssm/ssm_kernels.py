@@ -1,6 +1,6 @@
 """The scan of a state space model on a card: one Triton kernel forward and one backward, token after token.
 
-The equations are those of `merge_kernels`. A state of a channel is a cell, which decays by delta a and into which a
+The equations are those of `summed_cells`. A state of a channel is a cell, which decays by delta a and into which a
 token enters with the log-weight log delta + log b. A row reads its cells with the weights c, and then itself once more
 through the skip. No value is read on the host.
 
@@ -29,17 +29,9 @@ from fem.ops.common.merge_kernels import (
     fallen,
     keep_cells,
     keep_piece,
-    log_add,
-    log_average,
     log_or_zero,
     log_shares,
-    log_sum,
-    merged,
-    merged_energies,
-    merged_means,
     pieces_of,
-    share_apart,
-    through_energy,
     through_mean,
     through_pieces,
 )
@@ -50,6 +42,22 @@ from fem.ops.common.read import Terms
 from fem.ops.common.scan import memory_before
 from fem.ops.common.triton_math import exponential, quotient
 from fem.ops.ssm.ssm_log_space import SsmInputs, ssm_by_prefixes
+from fem.ops.ssm.summed_cells import (
+    bend_of,
+    cells_of,
+    far_cells,
+    far_tokens,
+    free_of,
+    is_far,
+    ratio_of,
+    ratios_of,
+    read_of,
+    slopes,
+    steepness,
+    sums_of,
+    widened,
+    with_token,
+)
 
 CHUNK = 128  # tokens between cells that are kept
 CELLS = 128  # of a warp
@@ -59,21 +67,23 @@ LEAST_BLOCK = 8  # channels of a program: b and c have a gradient for each
 
 @triton.jit
 def load_step(
-    delta, log_delta, log_b, log_c, v, f, token, v_row, f_row, W, channel, state, N: tl.constexpr, HAS_V: tl.constexpr,
-    HAS_F: tl.constexpr,
+    delta, log_delta, log_b, log_c, v, f, first, t, v_row, f_row, W, channel, state, N: tl.constexpr,
+    HAS_V: tl.constexpr, HAS_F: tl.constexpr,
 ):  # fmt: skip
-    """delta, log delta, v and f of the channels, log b and log c of the states; 0 of what is not there. Loops load a
-    token before they use it."""
-    live, exists, at = channel < W, state < N, token * W + channel
+    """Of the t-th token from `first` on: delta, log delta, v and f of the channels, log b and log c of the states; 0 of
+    what is not there. Loops load a token before they use it; t is an integer of 32 bits, as are places within a chunk.
+    """
+    live, exists, at, cell = channel < W, state < N, t * W + channel, t * N + state
     value = tl.zeros(channel.shape, tl.float32)
     energy = value
     if HAS_V:
-        value = tl.load(v + token * v_row + channel, live, other=0.0).to(tl.float32)
+        value = tl.load(v + first * v_row + (t * v_row + channel), live, other=0.0).to(tl.float32)
     if HAS_F:
-        energy = tl.load(f + token * f_row + channel, live, other=0.0).to(tl.float32)
-    step, height = tl.load(delta + at, live, other=0.0), tl.load(log_delta + at, live, other=LOG_ZERO)
-    into = tl.load(log_b + token * N + state, exists, other=LOG_ZERO)
-    out = tl.load(log_c + token * N + state, exists, other=LOG_ZERO)
+        energy = tl.load(f + first * f_row + (t * f_row + channel), live, other=0.0).to(tl.float32)
+    step = tl.load(delta + first * W + at, live, other=0.0)
+    height = tl.load(log_delta + first * W + at, live, other=LOG_ZERO)
+    into = tl.load(log_b + first * N + cell, exists, other=LOG_ZERO)
+    out = tl.load(log_c + first * N + cell, exists, other=LOG_ZERO)
     return step, height, value, energy, tl.maximum(into, LOG_ZERO), tl.maximum(out, LOG_ZERO)
 
 
@@ -84,13 +94,6 @@ def moved(step, height, into, a, opens, token):
     if opens is not None:
         fall = tl.where(tl.load(opens + token) != 0, LOG_ZERO, fall)
     return fall, tl.maximum(height[:, None] + into[None], LOG_ZERO)
-
-
-@triton.jit
-def entered(weight, lost, mean, free, fall, x, value, energy, rate, HAS_V: tl.constexpr, HAS_F: tl.constexpr):
-    """The cells after a token."""
-    weight, lost = fallen(weight, lost, fall)
-    return merged(weight, lost, mean, free, x, value[:, None], energy[:, None], rate[:, None], HAS_V, HAS_F)
 
 
 @launched
@@ -110,11 +113,11 @@ def ssm_kernel(
     begin, every = piece * length, W * N
     count = tl.minimum(T - begin, length)
     at, chunk = row * every + cell, (row * tl.cdiv(T, CHUNK) + begin // CHUNK) * every + cell
-    lost = tl.zeros((BLOCK, STATES), tl.float32)
+    lost, alone = tl.zeros((BLOCK, STATES), tl.float32), tl.zeros((BLOCK,), tl.float32)
     weight, mean, free = lost + LOG_ZERO, lost, lost
-    down, rest, end = lost, lost, row * pieces * 5 * every + cell
+    down, rest, end, first = lost, lost, row * pieces * 5 * every + cell, row * T + begin
     falls, own = tl.load(a + cell, both, other=0.0), log_or_zero(tl.load(skip + channel, live, other=0.0))
-    rate = own
+    rate, middle, narrow = alone + 1.0, alone, live
     if HAS_F:
         rate = tl.load(beta + channel, live, other=1.0)
     if ENDS:
@@ -125,148 +128,186 @@ def ssm_kernel(
         weight, lost, mean, free = through_pieces(
             weight, lost, mean, free, rate[:, None], ends, end, every, piece, both, HAS_V, HAS_F
         )
-    first = row * T + begin
-    ahead = load_step(delta, log_delta, log_b, log_c, v, f, first, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
-    for t in range(count):
-        step, height, value, energy, into, out = ahead
-        token, following = first + t, first + tl.minimum(t + 1, count - 1)
-        ahead = load_step(
-            delta, log_delta, log_b, log_c, v, f, following, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
-        )
-        if KEPT and not ENDS and t % CHUNK == 0:
-            keep_cells(kept_weight, kept_mean, kept_free, chunk, both, weight, mean, free, HAS_V, HAS_F)
+    if HAS_F:
+        middle = tl.load(f + first * f_row + channel, live, other=0.0).to(tl.float32)
+        narrow = tl.max(far_cells(weight, free, middle, rate), 1) == 0.0
+    ratio = ratios_of(weight, free, middle, rate, narrow)
+    sums = sums_of(weight, lost, mean, ratio, narrow[:, None])
+    for start in range(0, count, CHUNK):
+        token, most = first + start, tl.minimum(count - start, CHUNK)
+        if KEPT and not ENDS:
+            before = cells_of(*sums, narrow[:, None], HAS_V, HAS_F)
+            free = free_of(before[2], middle[:, None], rate[:, None], narrow[:, None])
+            keep_cells(kept_weight, kept_mean, kept_free, chunk, both, before[0], before[1], free, HAS_V, HAS_F)
             chunk += every
-        fall, x = moved(step, height, into, falls, opens, token)
-        weight, lost, mean, free = entered(weight, lost, mean, free, fall, x, value, energy, rate, HAS_V, HAS_F)
-        if ENDS:
-            down, rest = fallen(down, rest, fall)
-        else:  # the read over the cells, which lie along the first axis there, merged with the token itself
-            before, log_p = log_sum(tl.trans(tl.maximum(weight + out[None], LOG_ZERO)))
-            total, gain, to = tl.maximum(log_add(before, own), LOG_ZERO), own - before, token * W + channel
-            seen = total > NO_WEIGHT
-            tl.store(weights + to, tl.where(seen, total, LOG_ZERO), live)
-            if HAS_V:
-                read = merged_means(gain, tl.sum(exponential(log_p) * tl.trans(mean), 0), value)
-                tl.store(means + to, tl.where(seen, read, 0.0), live)
+        ahead = load_step(
+            delta, log_delta, log_b, log_c, v, f, token, 0, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
+        )
+        for t in range(most):
+            step, height, value, energy, into, out = ahead
+            following = tl.minimum(t + 1, most - 1)
+            ahead = load_step(
+                delta, log_delta, log_b, log_c, v, f, token, following, v_row, f_row, W, channel, state, N, HAS_V,
+                HAS_F,
+            )  # fmt: skip
+            fall, x = moved(step, height, into, falls, opens, token + t)
             if HAS_F:
-                read = log_average(log_p, tl.trans(rate[:, None] * free)) * quotient(1.0, rate)
-                read = merged_energies(gain, read, energy, rate)
-                tl.store(frees + to, tl.where(seen, read, 0.0), live)
+                far = is_far(energy, middle, rate)
+                sums = widened(*sums, tl.where(narrow, far, 0.0)[:, None])
+                narrow = narrow & (far == 0.0)
+            z = ratio_of(energy, middle, rate, narrow)
+            sums = with_token(*sums, fall, x, value[:, None], z[:, None], narrow[:, None], HAS_V, HAS_F)
+            if ENDS:
+                down, rest = fallen(down, rest, fall)
+            else:
+                total, read, whole = read_of(*sums, out[None], own, value, z, narrow, HAS_V, HAS_F)
+                seen, to = total > NO_WEIGHT, t * W + channel
+                tl.store(weights + token * W + to, tl.where(seen, total, LOG_ZERO), live)
+                if HAS_V:
+                    tl.store(means + token * W + to, tl.where(seen, read, 0.0), live)
+                if HAS_F:
+                    tl.store(frees + token * W + to, tl.where(seen, free_of(whole, middle, rate, narrow), 0.0), live)
+    after = cells_of(*sums, narrow[:, None], HAS_V, HAS_F)
+    free = free_of(after[2], middle[:, None], rate[:, None], narrow[:, None])
+    free = tl.where(after[0] > NO_WEIGHT, free, 0.0)
     if ENDS:
-        keep_piece(ends, end, every, both, down, rest, weight, mean, free, HAS_V, HAS_F)
+        keep_piece(ends, end, every, both, down, rest, after[0], after[1], free, HAS_V, HAS_F)
     elif piece == pieces - 1:
-        keep_cells(last_weight, last_mean, last_free, at, both, weight, mean, free, HAS_V, HAS_F)
+        keep_cells(last_weight, last_mean, last_free, at, both, after[0], after[1], free, HAS_V, HAS_F)
 
 
 @triton.jit
 def read_at(
-    weights, means, frees, d_weights, d_means, d_frees, at, live, HAS_V: tl.constexpr, HAS_F: tl.constexpr
+    weights, means, frees, d_weights, d_means, d_frees, first, at, live, HAS_V: tl.constexpr, HAS_F: tl.constexpr
 ):  # fmt: skip
     """What a token reads, and its gradients; 0 of what is not there."""
-    total = tl.load(weights + at, live, other=LOG_ZERO)
+    total = tl.load(weights + first + at, live, other=LOG_ZERO)
     none = tl.zeros(at.shape, tl.float32)
     d_total, mean, d_mean, free, d_free = none, none, none, none, none
     if d_weights is not None:
-        d_total = tl.load(d_weights + at, live, other=0.0)
+        d_total = tl.load(d_weights + first + at, live, other=0.0)
     if HAS_V:
-        mean, d_mean = tl.load(means + at, live, other=0.0), tl.load(d_means + at, live, other=0.0)
+        mean, d_mean = tl.load(means + first + at, live, other=0.0), tl.load(d_means + first + at, live, other=0.0)
     if HAS_F:
-        free, d_free = tl.load(frees + at, live, other=0.0), tl.load(d_frees + at, live, other=0.0)
+        free, d_free = tl.load(frees + first + at, live, other=0.0), tl.load(d_frees + first + at, live, other=0.0)
     return total, mean, free, d_total, d_mean, d_free
 
 
 @launched
 def ssm_backward_kernel(
     delta, log_delta, log_b, log_c, opens, v, f, a, skip, beta, weights, means, frees, kept_weight, kept_mean,
-    kept_free, old_weight, old_mean, old_free, d_weights, d_means, d_frees, d_last_weight, d_last_mean, d_last_free,
+    kept_free, old_weight, old_mean, old_ratio, d_weights, d_means, d_frees, d_last_weight, d_last_mean, d_last_free,
     d_delta, d_log_delta, d_log_b, d_log_c, d_v, d_f, d_a, d_skip, d_beta, d_first_weight, d_first_mean, d_first_free,
     T, W, v_row, f_row, TOKENS, N: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     HAS_V: tl.constexpr, HAS_F: tl.constexpr,
 ):  # fmt: skip
     """Gradients, from the last token to the first. Those of a, the skip and beta have a part for each row, those of b
-    and c one for each block of channels. The cells before the tokens of a chunk stand in old, (B, CHUNK, W, N)."""
+    and c one for each block of channels. L, mean and Z before the tokens of a chunk stand in old, (B, CHUNK, W, N).
+
+    w, rho and zeta are the gradients of L, mean and Z. That of beta is collected in two ways: of each merge, and of a
+    narrow channel's tokens and reads.
+    """
     row, channel = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     state, live = tl.arange(0, STATES), channel < W
     exists, part = state < N, tl.program_id(0).to(tl.int64) * TOKENS
     both, cell = live[:, None] & exists[None], channel[:, None] * N + state[None]
+    chunks, every, end = tl.cdiv(T, CHUNK), W * N, row * W * N + cell
     falls, through = tl.load(a + cell, both, other=0.0), tl.load(skip + channel, live, other=0.0)
     own = log_or_zero(through)
-    rate = own
-    if HAS_F:
-        rate = tl.load(beta + channel, live, other=1.0)
     none, alone = tl.zeros((BLOCK, STATES), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    w, rho, gamma, tilt, a_sum, skip_sum, own_tilt = none, none, none, none, none, alone, alone
-    if d_last_weight is not None:
-        at = row * W * N + cell
-        w = tl.load(d_last_weight + at, both, other=0.0)
-        if HAS_V:
-            rho = tl.load(d_last_mean + at, both, other=0.0)
-        if HAS_F:
-            gamma = tl.load(d_last_free + at, both, other=0.0)
-    chunks = tl.cdiv(T, CHUNK)
+    rate, middle, narrow = alone + 1.0, alone, live
+    if HAS_F:
+        rate, kept = tl.load(beta + channel, live, other=1.0), row * chunks * every + cell
+        weight, mean, free = cells_at(kept_weight, kept_mean, kept_free, kept, both, False, HAS_F)
+        middle = tl.load(f + row * T * f_row + channel, live, other=0.0).to(tl.float32)
+        far = far_tokens(f, row * T, T, f_row, channel, live, middle, rate, 4 * STATES)
+        narrow = tl.max(tl.maximum(far_cells(weight, free, middle, rate), far[:, None]), 1) == 0.0
+    scale, scales, slow = (middle, rate, narrow), (middle[:, None], rate[:, None], narrow[:, None]), quotient(1.0, rate)
+    w, rho, zeta, a_sum, tilt, skip_sum, own_tilt, bent = none, none, none, none, none, alone, alone, alone
     for k in range(chunks):
         chunk = chunks - 1 - k
-        at, old = (row * chunks + chunk) * W * N + cell, row * CHUNK * W * N + cell
+        at, old = (row * chunks + chunk) * every + cell, row * CHUNK * every + cell
         first, count = row * T + chunk * CHUNK, tl.minimum(T - chunk * CHUNK, CHUNK)
         weight, mean, free = cells_at(kept_weight, kept_mean, kept_free, at, both, HAS_V, HAS_F)
-        lost = none
-        ahead = load_step(delta, log_delta, log_b, log_c, v, f, first, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
+        ratio = ratios_of(weight, free, *scale)
+        sums = sums_of(weight, none, mean, ratio, narrow[:, None])
+        ahead = load_step(
+            delta, log_delta, log_b, log_c, v, f, first, 0, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
+        )
         for j in range(count):
             step, height, value, energy, into, out = ahead
-            following = first + tl.minimum(j + 1, count - 1)
+            following = tl.minimum(j + 1, count - 1)
             ahead = load_step(
-                delta, log_delta, log_b, log_c, v, f, following, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
-            )
-            keep_cells(old_weight, old_mean, old_free, old, both, weight, mean, free, HAS_V, HAS_F)
+                delta, log_delta, log_b, log_c, v, f, first, following, v_row, f_row, W, channel, state, N, HAS_V,
+                HAS_F,
+            )  # fmt: skip
+            keep_cells(old_weight, old_mean, old_ratio, old, both, weight, mean, ratio, HAS_V, HAS_F)
             fall, x = moved(step, height, into, falls, opens, first + j)
-            weight, lost, mean, free = entered(weight, lost, mean, free, fall, x, value, energy, rate, HAS_V, HAS_F)
-            old += W * N
+            z = ratio_of(energy, *scale)
+            sums = with_token(*sums, fall, x, value[:, None], z[:, None], narrow[:, None], HAS_V, HAS_F)
+            weight, mean, ratio = cells_of(*sums, narrow[:, None], HAS_V, HAS_F)
+            old += every
+        if d_last_weight is not None:  # noqa: SIM102 (known when the kernel is compiled, k is not)
+            if k == 0:
+                w = tl.load(d_last_weight + end, both, other=0.0)
+                if HAS_V:
+                    rho = tl.load(d_last_mean + end, both, other=0.0)
+                if HAS_F:
+                    d_free = tl.where(weight > NO_WEIGHT, tl.load(d_last_free + end, both, other=0.0), 0.0)
+                    zeta = quotient(d_free * slow[:, None], steepness(ratio, narrow[:, None]))
+                    bent -= tl.sum(zeta * bend_of(free_of(ratio, *scales), *scales), 1)
         tl.debug_barrier()
-        token = first + count - 1
-        old -= W * N
-        place = token * W + channel
-        ahead = load_step(delta, log_delta, log_b, log_c, v, f, token, v_row, f_row, W, channel, state, N, HAS_V, HAS_F)
-        earlier = cells_at(old_weight, old_mean, old_free, old, both, HAS_V, HAS_F)
-        read = read_at(weights, means, frees, d_weights, d_means, d_frees, place, live, HAS_V, HAS_F)
+        old -= every
+        ahead = load_step(
+            delta, log_delta, log_b, log_c, v, f, first, count - 1, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
+        )
+        earlier = cells_at(old_weight, old_mean, old_ratio, old, both, HAS_V, HAS_F)
+        read = read_at(
+            weights, means, frees, d_weights, d_means, d_frees, first * W, (count - 1) * W + channel, live, HAS_V, HAS_F
+        )
         for j in range(count):
-            token = first + count - 1 - j
-            place = token * W + channel
+            t = count - 1 - j
+            place, into_b = t * W + channel, t * N + state
             step, height, value, energy, into, out = ahead
-            weight_before, mean_before, free_before = earlier
+            weight_before, mean_before, ratio_before = earlier
             total, mean_read, free_read, d_total, d_mean, d_free = read
-            following = tl.maximum(token - 1, first)
-            old -= W * N * tl.minimum(token - first, 1)
+            following = tl.maximum(t - 1, 0)
+            old -= every * tl.minimum(t, 1)
             ahead = load_step(
-                delta, log_delta, log_b, log_c, v, f, following, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
-            )
-            earlier = cells_at(old_weight, old_mean, old_free, old, both, HAS_V, HAS_F)
+                delta, log_delta, log_b, log_c, v, f, first, following, v_row, f_row, W, channel, state, N, HAS_V,
+                HAS_F,
+            )  # fmt: skip
+            earlier = cells_at(old_weight, old_mean, old_ratio, old, both, HAS_V, HAS_F)
             read = read_at(
-                weights, means, frees, d_weights, d_means, d_frees, following * W + channel, live, HAS_V, HAS_F
-            )
+                weights, means, frees, d_weights, d_means, d_frees, first * W, following * W + channel, live, HAS_V,
+                HAS_F,
+            )  # fmt: skip
 
             # Through the read: of each cell, and of the token itself.
-            fall, x = moved(step, height, into, falls, opens, token)
-            scores = tl.where((total > NO_WEIGHT)[:, None], weight + out[None] - total[:, None], LOG_ZERO)
-            log_p, log_own = tl.maximum(scores, LOG_ZERO), tl.where(total > NO_WEIGHT, own - total, LOG_ZERO)
+            fall, x = moved(step, height, into, falls, opens, first + t)
+            seen, z = total > NO_WEIGHT, ratio_of(energy, *scale)
+            log_p = tl.where(seen[:, None], tl.maximum(weight + out[None] - total[:, None], LOG_ZERO), LOG_ZERO)
+            log_own = tl.where(seen, own - total, LOG_ZERO)
             p, p_own = exponential(log_p), exponential(log_own)
-            d_score, d_own, d_value, d_energy = p * d_total[:, None], p_own * d_total, alone, alone
+            d_score, d_own, d_value, d_z = p * d_total[:, None], p_own * d_total, alone, alone
             if HAS_V:
                 d_score += p * (mean - mean_read[:, None]) * d_mean[:, None]
                 d_own += p_own * (value - mean_read) * d_mean
                 rho += p * d_mean[:, None]
                 d_value = p_own * d_mean
             if HAS_F:
-                slow = quotient(1.0, rate)
-                slope = d_free * slow
-                above, own_above = free - free_read[:, None], energy - free_read
-                q = exponential(log_p + rate[:, None] * above) * d_free[:, None]
-                d_energy = exponential(log_own + rate * own_above) * d_free
-                d_score += share_apart(log_p, rate[:, None] * above) * slope[:, None]
-                d_own += share_apart(log_own, rate * own_above) * slope
-                gamma += q
-                tilt += q * above * slow[:, None]
-                own_tilt += d_energy * own_above * slow
-            tl.store(d_log_c + (part + token) * N + state, tl.sum(d_score, 0), exists)
+                whole = ratio_of(free_read, *scale)
+                d_whole = tl.where(seen, quotient(d_free * slow, steepness(whole, narrow)), 0.0)
+                slope, d_log, tilted = slopes(log_p, ratio, whole[:, None], narrow[:, None])
+                d_score += d_log * d_whole[:, None]
+                zeta += slope * d_whole[:, None]
+                tilt += tilted * d_whole[:, None]
+                slope, d_log, tilted = slopes(log_own, z, whole, narrow)
+                d_own += d_log * d_whole
+                d_z = slope * d_whole
+                own_tilt += tilted * d_whole
+                bent -= d_whole * bend_of(free_read, *scale)
+            tl.store(d_log_c + (part + first) * N + into_b, tl.sum(d_score, 0), exists)
             w += d_score
             skip_sum += d_own
 
@@ -275,27 +316,33 @@ def ssm_backward_kernel(
             share, keep = exponential(log_share), exponential(log_keep)
             of_x, of_fall = w * share, w * keep
             if HAS_V:
-                tl.store(d_v + place, d_value + tl.sum(share * rho, 1), live)
+                tl.store(d_v + first * W + place, d_value + tl.sum(share * rho, 1), live)
                 d_x, d_fall, rho = through_mean(share, keep, value[:, None], mean_before, mean, rho)
                 of_x, of_fall = of_x + d_x, of_fall + d_fall
             if HAS_F:
-                d_x, d_fall, more, d_entering, gamma = through_energy(
-                    log_share, log_keep, energy[:, None], free_before, free, rate[:, None], gamma
-                )
-                tl.store(d_f + place, d_energy + tl.sum(d_entering, 1), live)
-                of_x, of_fall, tilt = of_x + d_x, of_fall + d_fall, tilt + more
-            tl.store(d_log_delta + place, tl.sum(of_x, 1), live)
-            tl.store(d_log_b + (part + token) * N + state, tl.sum(of_x, 0), exists)
-            tl.store(d_delta + place, tl.sum(of_fall * falls, 1), live)
+                slope, d_log, tilted = slopes(log_share, z[:, None], ratio, narrow[:, None])
+                d_z += tl.sum(slope * zeta, 1)
+                tl.store(d_f + first * W + place, d_z * rate * steepness(z, narrow), live)
+                bent += d_z * bend_of(energy, *scale)
+                of_x += d_log * zeta
+                slope, d_log, more = slopes(log_keep, ratio_before, ratio, narrow[:, None])
+                of_fall += d_log * zeta
+                tilt += (tilted + more) * zeta
+                zeta *= slope
+            tl.store(d_log_delta + first * W + place, tl.sum(of_x, 1), live)
+            tl.store(d_log_b + (part + first) * N + into_b, tl.sum(of_x, 0), exists)
+            tl.store(d_delta + first * W + place, tl.sum(of_fall * falls, 1), live)
             a_sum += of_fall * step[:, None]
-            w, weight, mean, free = of_fall, weight_before, mean_before, free_before
+            w, weight, mean, ratio = of_fall, weight_before, mean_before, ratio_before
         tl.debug_barrier()  # the next chunk writes to the same place
     if d_first_weight is not None:
-        keep_cells(d_first_weight, d_first_mean, d_first_free, row * W * N + cell, both, w, rho, gamma, HAS_V, HAS_F)
-    tl.store(d_a + row * W * N + cell, a_sum, both)
+        d_free = zeta * rate[:, None] * steepness(ratio, narrow[:, None])
+        keep_cells(d_first_weight, d_first_mean, d_first_free, end, both, w, rho, d_free, HAS_V, HAS_F)
+        bent += tl.sum(zeta * bend_of(free_of(ratio, *scales), *scales), 1)
+    tl.store(d_a + end, a_sum, both)
     tl.store(d_skip + row * W + channel, skip_sum / tl.where(through > 0.0, through, 1.0), live)
     if HAS_F:
-        tl.store(d_beta + row * W + channel, own_tilt + tl.sum(tilt, 1), live)
+        tl.store(d_beta + row * W + channel, tl.where(narrow, bent, own_tilt + tl.sum(tilt, 1)) * slow, live)
 
 
 def states_by_kernels(memory: Terms | None, x: SsmInputs) -> tuple[Terms, Terms]:
