@@ -98,7 +98,7 @@ def widened(level, lost, s, s_lost, p, p_lost, peak, rest, e, e_lost, wide):
 
 
 @triton.jit
-def raised(level, lost, x):
+def risen(level, lost, x):
     """A level, which is at least x - STEP now, and what its sum and an item of the log-weight x are multiplied by."""
     gain = (x - level) - lost
     higher = gain > STEP
@@ -114,13 +114,13 @@ def with_token(
 ):  # fmt: skip
     """The sums after a decay and a token of the log-weight x."""
     level, lost = added(level, lost, fall)
-    level, lost, kept, entering = raised(level, lost, x)
+    level, lost, kept, entering = risen(level, lost, x)
     s, s_lost = added(kept * s, kept * s_lost, entering)
     if HAS_V:
         p, p_lost = added(kept * p, kept * p_lost, entering * value)
     if HAS_F:
         peak, rest = added(peak, rest, fall)
-        peak, rest, kept, entering = raised(peak, rest, x + tl.where(narrow, 0.0, z))
+        peak, rest, kept, entering = risen(peak, rest, x + tl.where(narrow, 0.0, z))
         e, e_lost = added(kept * e, kept * e_lost, entering * tl.where(narrow, z, 1.0))
     return level, lost, s, s_lost, p, p_lost, peak, rest, e, e_lost
 
