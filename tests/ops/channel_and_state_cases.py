@@ -15,7 +15,7 @@ from reads import gradients_of, make
 
 from fem.ops.channel_scan import channel_kernels
 from fem.ops.common.backend import _FOUND
-from fem.ops.ssm import ssm_kernels, ssm_read
+from fem.ops.ssm import fused_ssm, ssm_read
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # fresh memory is NaN: what nobody wrote shows
@@ -101,7 +101,7 @@ def error(
 def in_pieces(monkeypatch):
     """Rows have pieces."""
     monkeypatch.setattr(ssm_read, "mamba_kernel", fla_reference.selective_scan)
-    for module, constant in ((channel_kernels, "SHORTEST"), (ssm_kernels, "CHUNK")):
+    for module, constant in ((channel_kernels, "SHORTEST"), (fused_ssm, "CHUNK")):
         monkeypatch.setattr(module, constant, 2)
 
 

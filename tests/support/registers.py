@@ -9,7 +9,8 @@ from ahead_of_time import compiled
 from fem.ops.channel_scan import channel_kernels as channels
 from fem.ops.conditioner import conditioner_kernels as kernels
 from fem.ops.conditioner import fused_conditioner as fused
-from fem.ops.ssm import ssm_kernels as states
+from fem.ops.ssm import fused_ssm as states
+from fem.ops.ssm.ssm_kernels import ssm_backward_kernel, ssm_kernel
 
 SIXTEEN = ("projected", "weight", "bias", "out", "grad", "d_projected", "x", "normed", "features", "d_features", "d_x")
 SIXTEEN += ("in_weight", "in_bias", "map_weight", "map_bias")
@@ -41,8 +42,8 @@ def of_scans() -> dict[str, dict[str, int]]:
     calls += [(channels.channel_backward_kernel, {"BLOCK": channels.BLOCK}, 1, both)]
     for rank in (16, 64):
         sizes = states.cell_sizes(rank)
-        calls += [(states.ssm_kernel, sizes, sizes["num_warps"], both)]
-        calls += [(states.ssm_backward_kernel, sizes, sizes["num_warps"], (False,))]
+        calls += [(ssm_kernel, sizes, sizes["num_warps"], both)]
+        calls += [(ssm_backward_kernel, sizes, sizes["num_warps"], (False,))]
     for kernel, sizes, warps, ways in calls:
         for ends in ways:
             constants = FLAGS | sizes | {"ENDS": ends}

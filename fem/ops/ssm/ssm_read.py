@@ -102,7 +102,7 @@ def _scanned(x: SsmInputs, state, backend: str, stateless: bool) -> tuple[Terms,
     if backend == "triton" and not (by_mamba or portable() or transformed(*x, *(memory or ()))):
         one = torch.compiler.is_compiling() and x.delta.shape[1] == 1  # inductor fuses it with what stands around it
         if x.delta.numel() and not one:
-            from fem.ops.ssm.ssm_kernels import states_by_kernels  # by Triton, which the library does not require
+            from fem.ops.ssm.fused_ssm import states_by_kernels  # by Triton, which the library does not require
 
             return states_by_kernels(memory, x)
     x = x._replace(a=x.a.contiguous(), v=x.v.to(x.delta.dtype), f=x.f.to(x.delta.dtype))
