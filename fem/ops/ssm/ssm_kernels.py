@@ -185,8 +185,10 @@ def ssm_backward_kernel(
     """Gradients, from the last token to the first. Those of a, the skip and beta have a part for each row, those of b
     and c one for each block of channels. L, mean and Z before the tokens of a chunk stand in old, (B, CHUNK, W, N).
 
-    w, rho and zeta are the gradients of L, mean and Z. That of beta is collected in two ways: of each merge, and of a
-    narrow channel's tokens and reads.
+    w, rho and zeta are the gradients of L, mean and Z. That of beta is, over the parts of each merge and read (tilt),
+    or over the tokens i and reads t of a narrow channel, whose Z is no logarithm (bent),
+
+        beta dbeta = sum dZ/dZ_part (Z_part - Z) zeta       beta dbeta = sum_i zeta_i bend(f_i) - sum_t zeta_t bend(F_t)
     """
     row, channel = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     state, live = tl.arange(0, STATES), channel < W

@@ -189,5 +189,6 @@ def bend(z):
 
 @triton.jit
 def bend_of(free, middle, rate, narrow):
-    """What beta bends of F where a channel is narrow."""
+    """`bend` of beta (F - c); 0 where the channel is not narrow. beta^2 (1 + Z) dF / dbeta is what the bend of a whole
+    lacks to the mean of its parts' bends."""
     return bend(tl.where(narrow, rate * (free - middle), 0.0))
