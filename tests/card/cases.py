@@ -20,7 +20,7 @@ from fem import PRIORS, FreeEnergyMixerConfig
 from fem.doctor.card import steps
 from fem.functional import softmax_read
 from fem.models import FEMConfig, FEMForCausalLM, replace_attention
-from fem.ops.common.launch import Launched
+from fem.ops.common.launch import OPTIONS, Launched
 from fem.ops.common.token_kernels import launch_softplus
 from fem.ops.softmax.fused import bounded_attention
 
@@ -46,7 +46,7 @@ def launches_take_the_code_that_triton_would_take(monkeypatch):
     def checked(self, grid, *arguments, **constants):
         taken.clear()
         launch(self, grid, *arguments, **constants)
-        wanted = self.fn.warmup(*arguments, grid=grid, **constants)
+        wanted = self.fn.warmup(*arguments, grid=grid, **constants, **OPTIONS)
         assert all(code is wanted for code in taken), f"{self.fn.__name__} was launched by code of another call"
 
     monkeypatch.setattr(Launched, "launch", checked)

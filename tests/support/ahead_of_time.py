@@ -9,6 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fem.ops.common.launch import OPTIONS
+
 
 def compiled(kernel, types: dict[str, str], constants: dict, warps: int, capability: int = 90) -> dict[str, int]:
     """Registers of a thread, and bytes that it spills. types: of arguments, "i32" where none is given.
@@ -25,7 +27,7 @@ def compiled(kernel, types: dict[str, str], constants: dict, warps: int, capabil
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
     )
-    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps} | OPTIONS)
     return usage(found.asm["cubin"])
 
 

@@ -15,6 +15,8 @@ import triton
 from torch import Tensor
 from triton import JITFunction, KernelInterface
 
+OPTIONS = {"enable_fp_fusion": True}  # a product and a sum are one instruction; from Triton 3.10 on not by default
+
 
 def launched(function: Callable | None = None, **options) -> Callable | KernelInterface:
     """`triton.jit` for a kernel that the host launches. The kernel's constants are its last parameters."""
@@ -42,7 +44,7 @@ class Launched(KernelInterface):
         found = self.codes.get(key)
         if found is None:
             rest = [constants[name] for name in self.arg_names[len(arguments) :]]
-            self.codes[key] = self.fn[grid](*arguments, **constants), rest
+            self.codes[key] = self.fn[grid](*arguments, **constants, **OPTIONS), rest
         else:
             code, rest = found
             code[(*grid, 1, 1)[:3]](*arguments, *rest)
