@@ -24,19 +24,19 @@ LEAST_LOGIT = tl.constexpr(-30.0)
 
 
 @triton.jit
-def logits_at(x, at, size, width: tl.constexpr, row):
-    """The logits x of tokens of that width, which lie a row apart."""
-    token = (at // width).to(tl.int64)
-    return tl.load(x + token * row + at % width, at < size, other=0.0).to(tl.float32)
+def logits_at(x, first, step, size, width: tl.constexpr, row):
+    """The logits x of tokens of that width, which lie a row apart, `step` numbers behind `first`, of 64 bits."""
+    column = (first % width).to(tl.int32) + step
+    token = first // width + column // width
+    return tl.load(x + token * row + column % width, first + step < size, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def positive(x, y, log_y, size, width: tl.constexpr, row, SIGN: tl.constexpr, BLOCK: tl.constexpr):
     """SIGN softplus(x), and its logarithm where there is one to be written, of this program's BLOCK numbers if any."""
-    first = tl.program_id(0) * BLOCK
+    first, step = tl.program_id(0).to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
     if first < size:
-        at = first + tl.arange(0, BLOCK)
-        logit = logits_at(x, at, size, width, row)
+        at, logit = first + step, logits_at(x, first, step, size, width, row)
         number = exact_softplus(logit)
         tl.store(y + at, SIGN * number, at < size)
         if log_y is not None:
@@ -46,10 +46,10 @@ def positive(x, y, log_y, size, width: tl.constexpr, row, SIGN: tl.constexpr, BL
 @triton.jit
 def through_positive(x, d_y, d_log, d_x, size, width: tl.constexpr, row, SIGN: tl.constexpr, BLOCK: tl.constexpr):
     """The gradient of x, from those that there are, of the same numbers."""
-    first = tl.program_id(0) * BLOCK
+    first, step = tl.program_id(0).to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
     if first < size:
-        at = first + tl.arange(0, BLOCK)
-        logit, total = logits_at(x, at, size, width, row), tl.zeros((BLOCK,), tl.float32)
+        at, total = first + step, tl.zeros((BLOCK,), tl.float32)
+        logit = logits_at(x, first, step, size, width, row)
         slope = sigmoid(logit)
         if d_y is not None:
             total += SIGN * tl.load(d_y + at, at < size, other=0.0) * slope
