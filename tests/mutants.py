@@ -128,7 +128,7 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
            "tl.where(kept, d_u, 0.0)",
            "d_u", CONDITIONER),
     Mutant("a piece of a scan's rows does not let what comes to it fall", "fem/ops/common/merge_kernels.py",
-           "weight, lost = fallen(weight, lost, tl.load(ends + at, there, other=0.0))", "pass",
+           "weight, lost = added(weight, lost, tl.load(ends + at, there, other=0.0))", "pass",
            OWN_SCANS),
     Mutant("a piece of channels hands no gradient of the free energy on to its weights",
            "fem/ops/channel_scan/channel_kernels.py",

@@ -19,8 +19,8 @@ from fem.ops.common.joined import by_tokens
 from fem.ops.common.launch import cdiv, launched
 from fem.ops.common.merge_kernels import (
     LOG_ZERO,
+    added,
     cells_at,
-    fallen,
     keep_cells,
     keep_piece,
     log_shares,
@@ -93,9 +93,9 @@ def channel_kernel(
             score + later * x_token, a, v, f, row * T + later, column, live, a_row, v_row, f_row, HAS_A, HAS_V, HAS_F
         )
         if HAS_A:
-            weight, lost = fallen(weight, lost, fall)
+            weight, lost = added(weight, lost, fall)
             if ENDS:
-                down, rest = fallen(down, rest, fall)
+                down, rest = added(down, rest, fall)
         weight, lost, mean, free = merged(weight, lost, mean, free, own, value, energy, rate, HAS_V, HAS_F)
         if not ENDS:
             at = (token + tl.maximum(t, 0)) * C + column

@@ -90,11 +90,11 @@ def merged_energies(gain, one, other, rate):
 
 
 @triton.jit
-def fallen(weight, lost, fall):
-    """L + a, in two numbers."""
-    total = weight + fall
-    moved = total - weight
-    return total, lost + (weight - (total - moved)) + (fall - moved)
+def added(total, lost, more):
+    """total + more, in two numbers: the rounding of one would be a drift."""
+    more += lost
+    after = total + more
+    return after, more - (after - total)
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def through_pieces(
     """Cells after the first `count` pieces of a row, of what each does to cells before it: in ends, 5 times `every`
     numbers a piece, stand how far they fall, in two numbers, and the cells of the piece's own tokens."""
     for _ in range(count):
-        weight, lost = fallen(weight, lost, tl.load(ends + at, there, other=0.0))
+        weight, lost = added(weight, lost, tl.load(ends + at, there, other=0.0))
         lost += tl.load(ends + at + every, there, other=0.0)
         own = cells_at(ends + 2 * every, ends + 3 * every, ends + 4 * every, at, there, HAS_V, HAS_F)
         weight, lost, mean, free = merged(weight, lost, mean, free, *own, rate, HAS_V, HAS_F)

@@ -1,4 +1,7 @@
-"""The scan of a state space model by its kernels: what they are launched with, and their operator."""
+"""The scan of a state space model by its kernels: what they are launched with, and their operator.
+
+Forward, few rows are cut into pieces of some chunks, as those of `channel_kernels` are.
+"""
 
 from __future__ import annotations
 

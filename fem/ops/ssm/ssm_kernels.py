@@ -18,8 +18,8 @@ from fem.ops.common.launch import launched
 from fem.ops.common.merge_kernels import (
     LOG_ZERO,
     NO_WEIGHT,
+    added,
     cells_at,
-    fallen,
     keep_cells,
     keep_piece,
     log_or_zero,
@@ -48,7 +48,7 @@ from fem.ops.ssm.summed_cells import (
 
 @triton.jit
 def load_step(
-    delta, log_delta, log_b, log_c, v, f, first, t, v_row, f_row, W, channel, state, N: tl.constexpr,
+    delta, log_delta, log_b, log_c, v, f, v_row, f_row, W, channel, state, first, t, N: tl.constexpr,
     HAS_V: tl.constexpr, HAS_F: tl.constexpr,
 ):  # fmt: skip
     """Of the t-th token from `first` on: delta, log delta, v and f of the channels, log b and log c of the states; 0 of
@@ -114,23 +114,19 @@ def ssm_kernel(
         narrow = tl.max(far_cells(weight, free, middle, rate), 1) == 0.0
     ratio = ratios_of(weight, free, middle, rate, narrow)
     sums = sums_of(weight, lost, mean, ratio, narrow[:, None])
+    given = delta, log_delta, log_b, log_c, v, f, v_row, f_row, W, channel, state
     for start in range(0, count, CHUNK):
         token, most = first + start, tl.minimum(count - start, CHUNK)
         if KEPT and not ENDS:
-            before = cells_of(*sums, narrow[:, None], HAS_V, HAS_F)
-            free = free_of(before[2], middle[:, None], rate[:, None], narrow[:, None])
-            keep_cells(kept_weight, kept_mean, kept_free, chunk, both, before[0], before[1], free, HAS_V, HAS_F)
+            weight, mean, ratio = cells_of(*sums, narrow[:, None], HAS_V, HAS_F)
+            free = free_of(ratio, middle[:, None], rate[:, None], narrow[:, None])
+            keep_cells(kept_weight, kept_mean, kept_free, chunk, both, weight, mean, free, HAS_V, HAS_F)
             chunk += every
-        ahead = load_step(
-            delta, log_delta, log_b, log_c, v, f, token, 0, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
-        )
+        ahead = load_step(*given, token, 0, N, HAS_V, HAS_F)
         for t in range(most):
             step, height, value, energy, into, out = ahead
             following = tl.minimum(t + 1, most - 1)
-            ahead = load_step(
-                delta, log_delta, log_b, log_c, v, f, token, following, v_row, f_row, W, channel, state, N, HAS_V,
-                HAS_F,
-            )  # fmt: skip
+            ahead = load_step(*given, token, following, N, HAS_V, HAS_F)
             fall, x = moved(step, height, into, falls, opens, token + t)
             if HAS_F:
                 far = is_far(energy, middle, rate)
@@ -139,7 +135,7 @@ def ssm_kernel(
             z = ratio_of(energy, middle, rate, narrow)
             sums = with_token(*sums, fall, x, value[:, None], z[:, None], narrow[:, None], HAS_V, HAS_F)
             if ENDS:
-                down, rest = fallen(down, rest, fall)
+                down, rest = added(down, rest, fall)
             else:
                 total, read, whole = read_of(*sums, out[None], own, value, z, narrow, HAS_V, HAS_F)
                 seen, to = total > NO_WEIGHT, t * W + channel
@@ -148,13 +144,13 @@ def ssm_kernel(
                     tl.store(means + token * W + to, tl.where(seen, read, 0.0), live)
                 if HAS_F:
                     tl.store(frees + token * W + to, tl.where(seen, free_of(whole, middle, rate, narrow), 0.0), live)
-    after = cells_of(*sums, narrow[:, None], HAS_V, HAS_F)
-    free = free_of(after[2], middle[:, None], rate[:, None], narrow[:, None])
-    free = tl.where(after[0] > NO_WEIGHT, free, 0.0)
+    weight, mean, ratio = cells_of(*sums, narrow[:, None], HAS_V, HAS_F)
+    free = free_of(ratio, middle[:, None], rate[:, None], narrow[:, None])
+    free = tl.where(weight > NO_WEIGHT, free, 0.0)
     if ENDS:
-        keep_piece(ends, end, every, both, down, rest, after[0], after[1], free, HAS_V, HAS_F)
+        keep_piece(ends, end, every, both, down, rest, weight, mean, free, HAS_V, HAS_F)
     elif piece == pieces - 1:
-        keep_cells(last_weight, last_mean, last_free, at, both, after[0], after[1], free, HAS_V, HAS_F)
+        keep_cells(last_weight, last_mean, last_free, at, both, weight, mean, free, HAS_V, HAS_F)
 
 
 @triton.jit
@@ -208,6 +204,7 @@ def ssm_backward_kernel(
     scale, scales, slow = (middle, rate, narrow), (middle[:, None], rate[:, None], narrow[:, None]), quotient(1.0, rate)
     w, rho, zeta, ratio, a_sum, tilt = none, none, none, none, none, none
     skip_sum, own_tilt, bent = alone, alone, alone
+    given = delta, log_delta, log_b, log_c, v, f, v_row, f_row, W, channel, state
     for k in range(chunks):
         chunk = chunks - 1 - k
         at, old = (row * chunks + chunk) * every + cell, row * CHUNK * every + cell
@@ -215,16 +212,11 @@ def ssm_backward_kernel(
         weight, mean, free = cells_at(kept_weight, kept_mean, kept_free, at, both, HAS_V, HAS_F)
         ratio = ratios_of(weight, free, *scale)
         sums = sums_of(weight, none, mean, ratio, narrow[:, None])
-        ahead = load_step(
-            delta, log_delta, log_b, log_c, v, f, first, 0, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
-        )
+        ahead = load_step(*given, first, 0, N, HAS_V, HAS_F)
         for j in range(count):
             step, height, value, energy, into, out = ahead
             following = tl.minimum(j + 1, count - 1)
-            ahead = load_step(
-                delta, log_delta, log_b, log_c, v, f, first, following, v_row, f_row, W, channel, state, N, HAS_V,
-                HAS_F,
-            )  # fmt: skip
+            ahead = load_step(*given, first, following, N, HAS_V, HAS_F)
             keep_cells(old_weight, old_mean, old_ratio, old, both, weight, mean, ratio, HAS_V, HAS_F)
             fall, x = moved(step, height, into, falls, opens, first + j)
             z = ratio_of(energy, *scale)
@@ -242,9 +234,7 @@ def ssm_backward_kernel(
                     bent -= tl.sum(zeta * bend_of(free_of(ratio, *scales), *scales), 1)
         tl.debug_barrier()
         old -= every
-        ahead = load_step(
-            delta, log_delta, log_b, log_c, v, f, first, count - 1, v_row, f_row, W, channel, state, N, HAS_V, HAS_F
-        )
+        ahead = load_step(*given, first, count - 1, N, HAS_V, HAS_F)
         earlier = cells_at(old_weight, old_mean, old_ratio, old, both, HAS_V, HAS_F)
         read = read_at(
             weights, means, frees, d_weights, d_means, d_frees, first * W, (count - 1) * W + channel, live, HAS_V, HAS_F
@@ -257,10 +247,7 @@ def ssm_backward_kernel(
             total, mean_read, free_read, d_total, d_mean, d_free = read
             following = tl.maximum(t - 1, 0)
             old -= every * tl.minimum(t, 1)
-            ahead = load_step(
-                delta, log_delta, log_b, log_c, v, f, first, following, v_row, f_row, W, channel, state, N, HAS_V,
-                HAS_F,
-            )  # fmt: skip
+            ahead = load_step(*given, first, following, N, HAS_V, HAS_F)
             earlier = cells_at(old_weight, old_mean, old_ratio, old, both, HAS_V, HAS_F)
             read = read_at(
                 weights, means, frees, d_weights, d_means, d_frees, first * W, following * W + channel, live, HAS_V,

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fem.ops.common.merge_kernels import LOG_ZERO, NO_WEIGHT, log1p
+from fem.ops.common.merge_kernels import LOG_ZERO, NO_WEIGHT, added, log1p
 from fem.ops.common.triton_math import exp_minus_1, exponential, logarithm, quotient
 
 NARROW = tl.constexpr(1.0)
@@ -81,14 +81,6 @@ def sums_of(weight, lost, mean, z, narrow):
     """M, S, P, K and E of cells, each in two numbers."""
     none, above = tl.zeros(weight.shape, tl.float32), tl.where(narrow, 0.0, z)
     return weight, lost, none + 1.0, none, mean, none, weight + above, lost, tl.where(narrow, z, 1.0), none
-
-
-@triton.jit
-def added(total, lost, more):
-    """total + more, in two numbers: the rounding of one would be a drift."""
-    more += lost
-    after = total + more
-    return after, more - (after - total)
 
 
 @triton.jit
