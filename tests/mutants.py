@@ -121,6 +121,8 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
     Mutant("the conditioner's kernels lose the digits of a small softplus", "fem/ops/common/triton_math.py",
            "return tl.maximum(a, 0.0) + 2.0 * w * series",
            "return tl.maximum(a, 0.0) + tl.log(1.0 + z)", CONDITIONER),
+    Mutant("a card's reciprocal decides whether a gate has a length", "fem/ops/conditioner/conditioner_kernels.py",
+           "tl.where(by_norm, tl.sum(d_y", "tl.where(rate_of_a * LEAST_LENGTH < 1.0, tl.sum(d_y", CONDITIONER),
     Mutant("what enters a chunk decays not at all before it", "fem/ops/conditioner/conditioner_kernels.py",
            "reached += tl.exp(log_total) * far",
            "reached += far", CONDITIONER),

@@ -108,14 +108,15 @@ def errors(batch: int, time: int, width: int, said: dict) -> dict[str, tuple[flo
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_err_no_more_than_the_plain_form(case, monkeypatch):
-    """In float32 by at most twice as much, or 8 roundings; in 16 bits, where the kernels round less, by no more."""
+    """In float32 by at most four times as much, as products in TF32 keep 22 bits of 24, or 16 roundings; a card's e^-30
+    is off by 37. In 16 bits, where the kernels round less, by no more."""
     *sizes, said = CASES[case]
     for constant in {"NUMBERS", "MOST"} & said.keys():
         monkeypatch.setattr(fused, constant, said[constant])
     found = errors(*sizes, said)
     assert len(found) == (8 if said.get("hidden", True) else 7)
-    factor = 1.02 if "float" in case else 2
-    worse = {name: errors for name, errors in found.items() if not errors[0] <= max(factor * errors[1], 1e-6)}
+    factor, least = 1.02 if "float" in case else 4, 5e-6 if "shut" in case else 2e-6
+    worse = {name: errors for name, errors in found.items() if not errors[0] <= max(factor * errors[1], least)}
     assert not worse, f"errors of the kernels and of the plain form: {worse}"
 
 

@@ -31,7 +31,7 @@ from fem.priors import linear_attention
 
 torch.set_num_threads(1)
 # float32's rounding; that of a score of 1,000 moves its weight; 16 bits keep 8 or 11 binary digits
-LIMIT = 1e-6
+LIMIT = 2e-6  # sixteen roundings
 LOOSE = {
     "scores of 1,000": 3e-5,
     "spans about a quarter of a nat": 2e-6,

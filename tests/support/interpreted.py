@@ -1,12 +1,14 @@
 """Triton's interpreter, which runs kernels on a CPU: imported before any kernel is, in a process of its own.
 
-It rounds float32 towards zero where a card rounds to the nearest; here it rounds as a card does. Launches are watched.
+It rounds float32 towards zero where a card rounds to the nearest; here it rounds as a card does, and its functions are
+as inexact as a card's. Launches are watched.
 """
 
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import card_arithmetic
 import numpy as np
 import sanitizer
 import torch
@@ -25,3 +27,4 @@ def _rounded(values, kind, wanted, mode):
 
 interpreter._convert_float = _rounded
 sanitizer.watch()
+card_arithmetic.imitate()

@@ -109,10 +109,11 @@ def _normed(state, there, width: tl.constexpr, eps):
 
 @triton.jit
 def _unit(a, there, length: tl.constexpr):
-    """y = length l2norm(softplus(a)), and one over what it is divided by."""
+    """y = length l2norm(softplus(a)), one over what it is divided by, and whether that is the norm."""
     s = tl.where(there, exact_softplus(a), 0.0)
-    rate = 1.0 / tl.maximum(tl.sqrt(tl.sum(s * s, 1)), LEAST_LENGTH)[:, None]
-    return s * (rate * length), rate
+    norm = tl.sqrt(tl.sum(s * s, 1))[:, None]
+    rate = 1.0 / tl.maximum(norm, LEAST_LENGTH)
+    return s * (rate * length), rate, norm > LEAST_LENGTH
 
 
 @triton.jit
@@ -177,7 +178,7 @@ def _project(
 @triton.jit
 def _h(state, a, there, scale, shift, eps, length: tl.constexpr, bends: tl.constexpr, width: tl.constexpr):
     """h of h~ and a."""
-    y, _ = _unit(a, there, length)
+    y, _, _ = _unit(a, there, length)
     normed, _ = _normed(state, there, width, eps)
     if bends:
         y *= tl.sigmoid(y)
@@ -289,7 +290,7 @@ def condition_backward_kernel(
         there = inside[:, None] & channel[None]
         normed, rate = _normed(state + decay * entering[None], there, width, eps)
         a = _part(projected, 2, at, inside, column, width)
-        y, rate_of_a = _unit(a, there, length)
+        y, rate_of_a, by_norm = _unit(a, there, length)
         gate, slope_of_gate = y, tl.full(y.shape, 1.0, tl.float32)
         if bends:
             gate = y * tl.sigmoid(y)
@@ -307,7 +308,7 @@ def condition_backward_kernel(
         log_total += tl.sum(log_decay, 0)
 
         d_y = d_h * (normed * scale + shift) * slope_of_gate
-        along = tl.where(rate_of_a * LEAST_LENGTH < 1.0, tl.sum(d_y * y, 1)[:, None] / (length * length), 0.0)
+        along = tl.where(by_norm, tl.sum(d_y * y, 1)[:, None] / (length * length), 0.0)
         d_a = tl.where(there, (d_y - y * along) * (rate_of_a * length) * tl.sigmoid(a), 0.0)
         d_bias += tl.sum(d_a, 0)
         tl.store(d_projected + at[:, None] * (3 * width) + 2 * width + column[None], d_a, there)
