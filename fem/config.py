@@ -353,7 +353,8 @@ _DEFAULTS = {field.name: field.default for field in fields(FreeEnergyMixerConfig
 
 def build_config(**fields) -> FreeEnergyMixerConfig:
     """`FreeEnergyMixerConfig.matched`, unless fields name a width: then the configuration of these widths."""
-    return FreeEnergyMixerConfig(**fields) if set(WIDTHS) & fields.keys() else FreeEnergyMixerConfig.matched(**fields)
+    solves = not set(WIDTHS) & fields.keys() and {"n_embd", "n_head"} <= fields.keys()
+    return FreeEnergyMixerConfig.matched(**fields) if solves else FreeEnergyMixerConfig(**fields)
 
 
 def _off(config: FreeEnergyMixerConfig) -> int:

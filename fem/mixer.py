@@ -103,6 +103,12 @@ class FreeEnergyMixer(FreeEnergyLayer):
         f, hidden = self.features(x, tokens, hidden)
         p, v, g = joint_maps.columns(self, f) or (f, self.modulated(x, f), f)
         q, k = self.prior.queries_and_keys(p, position)
+        if not q.shape[-1] == k.shape[-1] == self.prior.config.key_width:
+            raise ValueError(
+                f"queries and keys of the prior {self.prior.name!r} must be {self.prior.config.key_width} wide for an "
+                f"attention of others, which scales and caches them so, got {q.shape[-1]} and {k.shape[-1]}; without "
+                "attn_implementation a model reads any."
+            )
         o, _ = self.mixed(g, v, lambda *values: (attention(q, k, *values), None))
         return self.projected(o), hidden
 

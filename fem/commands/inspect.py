@@ -12,7 +12,7 @@ from fem.inspect import MOST_TOKENS
 
 def command(
     model: Annotated[str, typer.Option(help="Folder of a model, or the output of fem train or fem demo.")],
-    text: Annotated[str, typer.Option(help=f"The text to read, of at most {MOST_TOKENS} tokens.")] = "",
+    text: Annotated[str, typer.Option(help=f"The text to read, of at most {MOST_TOKENS} tokens.")],
     layers: Annotated[str | None, typer.Option(help='Of the layers of FEM those to show, such as "1,4".')] = None,
     output: Annotated[Path, typer.Option(help="Folder of page, picture and tables.")] = Path("runs/inspect"),
 ):

@@ -66,8 +66,8 @@ def ending(trained: dict, output: Path, inspectable: bool) -> str:
     folder = shlex.quote(str(output))
     inspect = f'; fem inspect --model {folder} --text "..."' if inspectable else ""
     return (
-        f"finished: {', '.join(losses)} nats per token. The model is in {newest(output)}: from_pretrained and vllm "
-        f'serve open that folder.\nnext: fem generate --model {folder} --prompt "..."{inspect}'
+        f"finished: {', '.join(losses)} nats per token. The model is in {newest(output)}, which from_pretrained "
+        f'opens.\nnext: fem generate --model {folder} --prompt "..."{inspect}'
     )
 
 

@@ -30,6 +30,7 @@ from fem.models.engines.obstacles import attends, keeps_tokens, layer_type, obst
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
 from fem.ops.common.shared import Known, shared_by_layers
 from fem.ops.common.tokens import PLAIN, Tokens
+from fem.priors import Prior
 from fem.projection import Projection
 
 LORA = {"target_modules": ["query", "key", "value", "output"], "modules_to_save": ["beta", "inner"]}
@@ -155,12 +156,24 @@ class FEMPreTrainedModel(PreTrainedModel):
         if isinstance(module, FEMBlock):
             module.largest.zero_()
         if type(module).__module__.startswith("torch.") or not hasattr(module, "reset_parameters"):
+            self._refuse_unknown_start(module)
             super()._init_weights(module)
             return
         loaded = [(p, p.clone()) for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
         module.reset_parameters()
         for parameter, value in loaded:
             parameter.copy_(value)
+
+    def _refuse_unknown_start(self, module: nn.Module) -> None:
+        """Raise where a checkpoint lacks parameters of a prior's own, which hold whatever was in memory."""
+        is_loaded = lambda parameter: getattr(parameter, "_is_hf_initialized", False)  # noqa: E731
+        if isinstance(module, Prior) and any(map(is_loaded, self.parameters())):
+            for name, parameter in module.named_parameters(recurse=False):
+                if not is_loaded(parameter):
+                    raise ValueError(
+                        f"prior {module.name!r} must have reset_parameters, as the checkpoint lacks its {name!r}, got "
+                        "none."
+                    )
 
 
 class FEMModel(FEMPreTrainedModel):

@@ -331,11 +331,17 @@ def pieces(text: str) -> Iterator[str]:
 
 
 class Rows(Dataset):
-    """Rows of `context` tokens of a folder that `write_tokens` wrote, one behind the other."""
+    """Rows of `context` tokens of a folder that `write_tokens` wrote, one behind the other.
+
+    Raises ValueError where a file is cut off.
+    """
 
     def __init__(self, folder: Path, context: int, visible: bool = False):
-        self.tokens = np.memmap(folder / "tokens.bin", np.uint32, "r")
-        self.ends = np.memmap(folder / "ends.bin", np.int64, "r")
+        with readable(f"the tokens in {str(folder)!r}", "remove the folder to write them again"):
+            self.tokens = np.memmap(folder / "tokens.bin", np.uint32, "r")
+            self.ends = np.memmap(folder / "ends.bin", np.int64, "r")
+            if len(self.tokens) != self.ends[-1]:
+                raise EOFError(f"there are {len(self.tokens)} of {self.ends[-1]}")
         self.context, self.visible = context, visible
 
     def __len__(self) -> int:

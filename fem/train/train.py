@@ -34,6 +34,7 @@ from fem.train.signals import Paused, SaveAndStop, end_process_group
 from fem.train.tokenizer import as_trained, entries
 
 FORMAT = 2  # of an output folder
+CHECKPOINTING = next(x for x in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, x))
 OUTSIDE = ("MIXED_PRECISION", "DYNAMO_BACKEND")  # ACCELERATE_..., which change the arithmetic behind the recipe's back
 OUTSIDE += tuple(f"USE_{what}" for what in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER"))
 
@@ -216,7 +217,6 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
         max_grad_norm=recipe.clip,
         bf16=recipe.dtype == "bfloat16",
         torch_compile=recipe.compile,
-        gradient_checkpointing=recipe.checkpointing or None,  # the name before transformers 5.23, too
         seed=recipe.seed,
         train_sampling_strategy="sequential",  # `Shuffled` has the order
         eval_strategy="steps" if recipe.validation_rows else "no",
@@ -234,6 +234,7 @@ def training_arguments(recipe: TrainRecipe, output: Path) -> TrainingArguments:
         disable_tqdm=True,
         log_level="error",
         log_level_replica="error",
+        **({CHECKPOINTING: True} if recipe.checkpointing else {}),
     )
     micro = recipe.micro_batch or max(1, recipe.batch_size // args.world_size)
     if recipe.batch_size % (micro * args.world_size):

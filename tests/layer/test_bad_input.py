@@ -143,6 +143,7 @@ TABLE = [
     *((config, {"n_head": n}, ValueError, f"n_head must be a positive integer, got {n!r}") for n in (0, 4.0, True)),
     (config, {"prior_type": "softmin"}, ValueError, "prior_type must be one of softmax"),
     (config, {"fem_ratoi": 0.5}, TypeError, "no field 'fem_ratoi' .* did you mean 'fem_ratio'"),
+    (lambda: FreeEnergyMixer(n_embd=64, n_heads=4), {}, TypeError, "no field 'n_heads' .* did you mean 'n_head'"),
     (lambda: FreeEnergyMixerConfig(64, 4), {}, TypeError, "takes its fields by name, .* got 2 without"),
     (config, {"backend": "sdpa", "softmax_backend": "naive"}, ValueError, "give one"),
     (config, {"ssm_rank": 4}, ValueError, "ssm_rank needs prior_type='mamba' or 'mamba_interactive', got ssm_rank=4"),

@@ -171,6 +171,16 @@ def test_what_no_engine_serves_says_why_and_stays_exact(fields, reason, monkeypa
     assert model(tokens(1, 3)).logits.isfinite().all()
 
 
+@torch.no_grad()
+def test_queries_and_keys_of_another_width_are_refused_by_an_engine(monkeypatch):
+    register(monkeypatch)
+    model, ids = small_model(prior_type="wide"), tokens(1, 3)
+    assert model(ids).logits.isfinite().all()
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"of the prior 'wide' must be 8 wide .* got 9 and 9"):
+        model(ids)
+
+
 @pytest.mark.parametrize("engine", ["sdpa", "eager"])
 @pytest.mark.parametrize("said", ["positions", "segments"])
 @torch.no_grad()

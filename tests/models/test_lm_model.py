@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dispatched import watched
+from own_priors import WeightedPrior, register
 from processes import printed
 from small_models import VOCABULARY, every_kind, lively, small_config, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
@@ -216,6 +217,18 @@ def test_weights_that_a_checkpoint_lacks_start_as_new(softmax_model):
     assert fresh.prior.query.weight[:, :16].std().item() == pytest.approx(0.02, rel=0.3)
     assert not fresh.beta.theta.any()
     assert not fresh.prior.query.bias.any()
+
+
+def test_a_prior_that_cannot_set_what_a_checkpoint_lacks_is_refused(softmax_model, monkeypatch):
+    register(monkeypatch)
+    config, state = small_config(prior_type="weighted"), softmax_model.state_dict()
+    FEMForCausalLM(config)
+    with pytest.raises(ValueError, match="'weighted' must have reset_parameters, as the checkpoint lacks its 'weight'"):
+        FEMForCausalLM.from_pretrained(None, config=config, state_dict=state)
+    start = lambda prior: torch.nn.init.ones_(prior.weight)  # noqa: E731
+    monkeypatch.setattr(WeightedPrior, "reset_parameters", start, raising=False)
+    loaded = FEMForCausalLM.from_pretrained(None, config=config, state_dict=state)
+    assert loaded.model.layers[1].mixer.prior.weight.tolist() == [1.0, 1.0]
 
 
 def test_untied_model_keeps_a_head_of_its_own(tmp_path):

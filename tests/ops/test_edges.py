@@ -228,3 +228,11 @@ def test_a_decay_of_any_strength_is_read_in_both_directions():
     found = keyed_scan_read(q, k, v, beta, g, causal=False)
     assert relative(found.free_energy, wanted.free_energy) < 1e-5
     assert relative(found.mean, wanted.mean) < 1e-5
+
+
+def test_neither_direction_reads_beyond_a_decay_of_minus_infinity():
+    """The second token has no weight for itself, and the others are forgotten on the way to it from either side."""
+    decay, v = torch.tensor([0.0, -torch.inf, 0.0]).view(1, 3, 1), column(5.0, 1.0, 9.0)
+    read = keyed_scan_read(column(1.0, 1.0, 1.0), column(1.0, 0.0, 1.0), v, BETA, decay, causal=False)
+    for part in read:
+        assert part.flatten().tolist() == [5.0, 0.0, 9.0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+
 from fem.prior_table import PRIORS
 from fem.priors.softmax import SoftmaxPrior
 
@@ -26,6 +29,27 @@ class MeanPrior(SoftmaxPrior):
         return read._replace(free_energy=read.mean), memory
 
 
+class WidePrior(SoftmaxPrior):
+    """Keys with a number more, which says how long they are: softmax_i(-|q - k_i|^2)."""
+
+    name = "wide"
+
+    def queries_and_keys(self, features, position):
+        q, k = super().queries_and_keys(features, position)
+        length = k.square().sum(-1, keepdim=True)
+        return torch.cat([2 * q, -torch.ones_like(q[..., :1])], -1), torch.cat([k, length], -1)
+
+
+class WeightedPrior(SoftmaxPrior):
+    """A parameter of its own, which nothing sets again."""
+
+    name = "weighted"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.weight = nn.Parameter(torch.ones(config.n_head))
+
+
 class DoubleTurn(SoftmaxPrior):
     """Queries and keys that turn twice as far."""
 
@@ -45,5 +69,5 @@ class BoundedValues(SoftmaxPrior):
 
 
 def register(monkeypatch) -> None:
-    for prior in (CosinePrior, MeanPrior):
+    for prior in (CosinePrior, MeanPrior, WidePrior, WeightedPrior):
         monkeypatch.setitem(PRIORS, prior.name, prior)

@@ -262,6 +262,17 @@ def test_a_checkpoint_without_a_whole_file_is_named_and_the_one_before_goes_on(c
     assert_same_run(cut, whole, 12)
 
 
+@pytest.mark.parametrize("name", ["tokens.bin", "ends.bin"])
+def test_tokens_that_are_cut_off_are_refused_and_written_again(name, cut, whole, data):
+    path = cut / "tokens" / name
+    path.write_bytes(path.read_bytes()[:-24])
+    with pytest.raises(ValueError, match="tokens' cannot be read, remove the folder to write them again: there"):
+        train.run(tiny(data), cut, resume=True)
+    shutil.rmtree(cut / "tokens")
+    train.run(tiny(data), cut, resume=True)
+    assert_same_run(cut, whole, 12)
+
+
 @pytest.mark.parametrize(
     "name, text, sentence",
     [

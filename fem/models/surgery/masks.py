@@ -25,7 +25,7 @@ def check_mask(attention_mask, keys: int, further: dict) -> None:
     if attention_mask is not None:
         if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
             got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(f"attention_mask must have 4 dimensions, got {got}; {BY_MASKS}, or pass preserve=True.")
+            raise ValueError(f"attention_mask must have 4 dimensions, got {got}; {BY_MASKS}.")
         return
     window, position = further.get("sliding_window"), further.get("position_ids")
     if window is not None and window < keys:
@@ -38,8 +38,8 @@ def check_mask(attention_mask, keys: int, further: dict) -> None:
         packed = _restarts(position)
     if packed:
         raise ValueError(
-            f"attention_mask must show the documents of position_ids or cu_seq_lens_q, got None; {BY_MASKS}, and pass "
-            "use_cache=False."
+            "attention_mask must show the documents of position_ids or cu_seq_lens_q, got None; pass use_cache=False, "
+            f"and under flash attention {BY_MASKS}."
         )
 
 

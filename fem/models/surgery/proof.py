@@ -21,7 +21,7 @@ def disagreements(model: nn.Module, compare: dict[str, Callable]) -> list[str]:
     """Objections of each attention that runs to its replacement; `compare`: by path, a forward hook that returns one.
 
     Where the whole does not reach an attention, the models inside it run by themselves: the tower that sees pictures,
-    for instance. What still has not run, as on the meta device and with a flash or flex kernel, is not compared, and
+    for instance. What still has not run, as on the meta device and with a flash kernel, is not compared, and
     transformers' log says so. The model's mode, weights and random numbers stay what they are.
     """
     waiting, reasons, failed = set(compare), {}, ""

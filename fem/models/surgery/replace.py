@@ -35,7 +35,8 @@ def replace_attention(
     This is checked first: a transformers model runs once on 8 random tokens, a random picture or a random sound, and so
     do the models inside it whose attention it did not reach, which costs these forwards with each attention computed
     twice; an attention that would compute something else is refused by name. Nothing is checked on the meta device,
-    with flash or flex attention, or for other inputs, and transformers' log says how many attentions that are.
+    with flash attention, or for other inputs, and transformers' log says how many attentions that are. Calls under
+    flex_attention are refused.
     preserve=False puts a fresh FreeEnergyMixer of any prior in place, with 4 D^2 linear weights
     (FreeEnergyMixerConfig.matched), causal where the original is, rotated at its rope_theta without its scaling. Give
     causal=True where only the calls are causal (CLIP's text); a call that says otherwise than the mixer is refused.

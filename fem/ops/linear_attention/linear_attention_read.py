@@ -10,8 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import scan_backend
+from fem.ops.common.cells import zero_unseen
 from fem.ops.common.precision import compute_dtype
-from fem.ops.common.read import LOG_ZERO, Read, Terms, read_free
+from fem.ops.common.read import Read, Terms, read_free
 from fem.ops.common.scan import ScanCall, memory_before
 from fem.ops.common.tokens import Tokens, filled
 from fem.ops.linear_attention.chunked import LINEAR_SCAN
@@ -59,7 +60,7 @@ def _linear_one_way(
     x = LinearInputs(q, k, g, tokens.start, v, f, beta)
     terms, after = LINEAR_SCAN(memory, backend, x, stateless=state is None)
     if last is not None:
-        terms = terms._replace(log_weight=(terms.log_weight + last).clamp_min(LOG_ZERO))
+        terms = zero_unseen(terms._replace(log_weight=terms.log_weight + last))
     return terms, after._replace(log_weight=after.log_weight.squeeze(-1))._asdict()
 
 

@@ -38,7 +38,6 @@ class Experiment(NamedTuple):
 
 
 DEMO = """
-Shown: FEM and attention of equal size find maxima and learn a text.
 Look:  {0}/report.md: first of all the word that each channel reads.
 Next:  fem inspect --model {0}/model --text "A list is a sequence.\""""
 EXPERIMENTS = {
