@@ -74,6 +74,8 @@ def _linear_reads(layer, call: Call) -> bool:
         return False
     if config.backend not in ("auto", "triton") or not (config.causal and config.normalize):
         return False
+    if len(call.x) * config.n_head > _MOST_ROWS:  # programs of fla
+        return False
     return config.key_width % 2 == 0 and found("fla")
 
 

@@ -162,7 +162,6 @@ def finished(recipe: TrainRecipe, output: Path) -> dict | None:
 def fit(recipe: TrainRecipe, output: Path, args: TrainingArguments) -> dict | Paused:
     """Train from the newest checkpoint, or from the beginning. `Paused` is returned and not raised: a traceback would
     keep the Trainer alive, and the process groups must end after it."""
-    started = time.monotonic()
     tokenizer = load_tokenizer(recipe, output)
     train, validation, probe = load_rows(recipe, output)
     model = build_model(model_config(recipe, entries(tokenizer)), recipe.seed)
@@ -188,7 +187,6 @@ def fit(recipe: TrainRecipe, output: Path, args: TrainingArguments) -> dict | Pa
     trainer.accelerator.wait_for_everyone()  # each still lists the staging folder, which the first removes below
     facts = {"parameters": model.num_parameters(), "flops_per_token": metrics.flops}
     results = {"train": summary(log) | facts, "versions": versions(), "seed": recipe.seed}
-    results["seconds"] = round(time.monotonic() - started, 1)
     if args.process_index == 0:
         shutil.rmtree(output / STAGING, ignore_errors=True)
         write_json(output / RESULTS, results)

@@ -67,6 +67,16 @@ def test_kernels_that_are_miscompiled_are_not_called(monkeypatch, proven, name):
     assert fla_read.multiplied(torch.zeros(1, dtype=torch.bfloat16), 0) == torch.float32
 
 
+@every_scan
+def test_rows_are_read_apart_where_a_grid_does_not_hold_them_all(monkeypatch, proven, name):
+    check(draw(name, 41), 4e-6, exact="plain", sizes=(19, 22), **marks_of(41, True))
+    calls = len(proven)
+    monkeypatch.setattr(fla_read, "MOST_PROGRAMS", 1)
+    check(draw(name, 41), 4e-6, exact="plain", sizes=(19, 22), **marks_of(41, True))
+    assert all(proven)
+    assert len(proven) == 4 * calls  # and each of two rows
+
+
 @pytest.mark.parametrize("documents", [False, True])
 @every_scan
 def test_a_call_goes_on_from_a_state_and_leaves_one(proven, name, documents):

@@ -20,6 +20,7 @@ from fem.ops.common.launch import cdiv, launched
 from fem.ops.common.merge_kernels import (
     LOG_ZERO,
     added,
+    block_and_row,
     cells_at,
     keep_cells,
     keep_piece,
@@ -67,8 +68,8 @@ def channel_kernel(
 ):  # fmt: skip
     """L, mean and F after every token of a piece. ENDS: instead what a piece does to the cell before it, in ends,
     (B, pieces, 5, C)."""
-    column, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) // pieces
-    row, piece = batch.to(tl.int64), tl.program_id(1) % pieces
+    block, of_row = block_and_row(C, BLOCK)
+    row, piece, column = (of_row // pieces).to(tl.int64), of_row % pieces, block * BLOCK + tl.arange(0, BLOCK)
     live, start, none = column < C, row * C + column, tl.zeros((BLOCK,), tl.float32)
     weight, lost, mean, free, rate = none + LOG_ZERO, none, none, none, none
     down, rest, end = none, none, row * pieces * (5 * C) + column
@@ -116,8 +117,8 @@ def channel_backward_kernel(
 
         w' = w_0 + P w + A rho + B gamma        rho' = rho_0 + P rho        gamma' = gamma_0 + G gamma
     """
-    column, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) // pieces
-    row, piece = batch.to(tl.int64), tl.program_id(1) % pieces
+    block, of_row = block_and_row(C, BLOCK)
+    row, piece, column = (of_row // pieces).to(tl.int64), of_row % pieces, block * BLOCK + tl.arange(0, BLOCK)
     live, start, none = column < C, row * C + column, tl.zeros((BLOCK,), tl.float32)
     w, rho, gamma, rate_sum = none, none, none, none
     passed, passed_free, of_mean, of_free = none + 1.0, none + 1.0, none, none  # P, G, A, B
@@ -248,9 +249,7 @@ class _ChannelRead(OwnBackward):
         return again_differentiable(_by_definition, tensors, grads)
 
 
-def _launch(
-    x: Tensor, a: Tensor | None, v: Tensor, f: Tensor
-) -> tuple[tuple[int, int], int, list[Tensor], list[int], dict]:
+def _launch(x: Tensor, a: Tensor | None, v: Tensor, f: Tensor) -> tuple[tuple[int], int, list[Tensor], list[int], dict]:
     """Of either kernel the grid, the pieces of a row, x, a, v and f, sizes and flags. Only x may be one number for all
     tokens."""
     (batch, time, width), blocks = x.shape, cdiv(x.shape[2], BLOCK)
@@ -258,7 +257,7 @@ def _launch(
     flags = {"HAS_A": a is not None, "HAS_V": v.shape[-1] > 0, "HAS_F": f.shape[-1] > 0, "BLOCK": BLOCK, "num_warps": 1}
     (v, v_row), (f, f_row), (a, a_row) = by_tokens(v), by_tokens(f), (x, 0) if a is None else by_tokens(a)
     sizes = [time, width, pieces, length, *x.stride(), a_row, v_row, f_row]
-    return (blocks, batch * pieces), pieces, [x, a, v, f], sizes, flags
+    return (blocks * batch * pieces,), pieces, [x, a, v, f], sizes, flags
 
 
 def _by_definition(x, a, v, f, beta, *memory):

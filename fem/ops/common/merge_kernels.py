@@ -44,6 +44,14 @@ def pieces_of(time: int, most: int, shortest: int, unit: int = 1) -> tuple[int, 
 
 
 @triton.jit
+def block_and_row(width, BLOCK: tl.constexpr):
+    """Which block of channels, and of which row or piece of one, a program has; one axis of a grid, as others end at
+    65,535 programs."""
+    blocks = tl.cdiv(width, BLOCK)
+    return tl.program_id(0) % blocks, tl.program_id(0) // blocks
+
+
+@triton.jit
 def log_or_zero(x):
     """log x, LOG_ZERO at 0."""
     return tl.where(x > 0.0, tl.log(tl.where(x > 0.0, x, 1.0)), LOG_ZERO)

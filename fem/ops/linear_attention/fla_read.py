@@ -10,7 +10,7 @@ whether anything is in doubt; `linear_mixed_read`, which has no memory, reads th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ from fem.ops.linear_attention.linear_log_space import LinearInputs
 NUMBERS = 2048  # of a tile, 16 for each of 128 threads
 PART = 256  # tokens whose extremes one program finds
 CELLS = 8  # key channels of a memory that are read together
+MOST_PROGRAMS = 65535  # along the later axes of a CUDA grid
 MISCOMPILES = "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"
 
 
@@ -42,13 +43,26 @@ def fla_read(
 
     q, k and what the sums are of are rounded to bfloat16 where v is bfloat16, unless that is `miscompiled`.
     stated: whether the memory holds anything. again: the same results of (*inputs, *memory), differentiable any number
-    of times.
+    of times. As many rows are read at once as fla's kernels, of a program for each head of a row, can be launched for.
     """
+    rows = max(1, MOST_PROGRAMS // x.q.shape[2])
+    if len(x.q) > rows:
+        found = [fla_read(again, stated, *part) for part in _by_rows(memory, x, rows)]
+        return None if None in found else tuple(Terms(*map(torch.cat, zip(*terms))) for terms in zip(*found))
     beta, *memory = (part.contiguous() for part in (x.beta, *memory))
     f = None if x.f is x.v else x.f
     tensors = (x.q, x.k, x.g, x.opens, x.v, f, beta, *memory)
     *found, raised = _FlaRead.apply(again, stated, differentiated(*tensors), *tensors)
     return None if raised.cpu().any() else (Terms(*found[:3]), Terms(*found[3:]))
+
+
+def _by_rows(memory: Terms, x: LinearInputs, rows: int) -> Iterator[tuple[Terms, LinearInputs]]:
+    """So many rows of a call after the other."""
+    for start in range(0, len(x.q), rows):
+        part = slice(start, start + rows)
+        along = {name: y if y is None else y[part] for name, y in x._asdict().items() if name != "beta"}
+        along["f"] = along["v"] if x.f is x.v else along["f"]
+        yield Terms(*(y[part] for y in memory)), x._replace(**along)
 
 
 class _FlaRead(torch.autograd.Function):

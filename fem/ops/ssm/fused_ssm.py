@@ -43,11 +43,11 @@ def cell_sizes(rank: int) -> dict[str, int]:
     return {"N": rank, "STATES": states, "BLOCK": block, "num_warps": block * states // CELLS}
 
 
-def _launch(x: SsmInputs) -> tuple[tuple[int, int], dict]:
-    """The grid, and the sizes and flags of either kernel."""
-    (batch, time, width), sizes = x.delta.shape, cell_sizes(x.a.shape[1])
+def _launch(x: SsmInputs) -> tuple[int, dict]:
+    """The blocks of channels, and the sizes and flags of either kernel."""
+    (_, time, width), sizes = x.delta.shape, cell_sizes(x.a.shape[1])
     flags = {"HAS_V": x.v.shape[2] > 0, "HAS_F": x.f.shape[2] > 0}
-    return (cdiv(width, sizes["BLOCK"]), batch), {"T": time, "W": width} | sizes | flags
+    return cdiv(width, sizes["BLOCK"]), {"T": time, "W": width} | sizes | flags
 
 
 def _given(inputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], dict[str, int]]:
@@ -73,12 +73,12 @@ class _SsmRead(OwnBackward):
 
     def forward(self, differentiated, tensors, chunk):
         x, out = SsmInputs(*tensors[:-3]), self.empty_results(tensors, chunk)
-        ((blocks, batch), sizes), (given, rows) = _launch(x), _given(tensors)
+        (blocks, sizes), (given, rows), batch = _launch(x), _given(tensors), len(x.delta)
         most = WARPS // (batch * blocks * sizes["num_warps"])
         pieces, length = pieces_of(x.delta.shape[1], most, chunk or CHUNK, chunk or CHUNK)
         ends = x.delta.new_empty(batch, pieces, 5, *x.a.shape)
         for of_ends in (True, False)[pieces == 1 :]:
-            ssm_kernel[blocks, batch * pieces](
+            ssm_kernel[blocks * batch * pieces,](
                 *given, *out, ends, **sizes, **rows, pieces=pieces, length=length, CHUNK=chunk or CHUNK, KEPT=chunk > 0,
                 ENDS=of_ends,
             )  # fmt: skip
@@ -99,16 +99,16 @@ class _SsmRead(OwnBackward):
         stated = any(d is not None for d in grads[3:])
         used = False, True, True, stated, stated, stated  # by the kernel, whether there is a gradient or not
         grads = [torch.zeros_like(y) if d is None and use else d for d, y, use in zip(grads, kept, used)]
-        (grid, sizes), (batch, time), new = _launch(x), x.delta.shape[:2], x.delta.new_empty
+        (blocks, sizes), (batch, time), new = _launch(x), x.delta.shape[:2], x.delta.new_empty
         old = [new(batch, chunk, *part.shape[2:]) for part in borders]
-        parts = [new(grid[0], *part.shape) for part in (x.log_b, x.log_c)]
+        parts = [new(blocks, *part.shape) for part in (x.log_b, x.log_c)]
         shared = [new(batch, *part.shape) for part in (x.a, x.skip, x.beta)]
         given, rows = _given(tensors)
         delta, log_delta, v, f = (
             torch.empty_like(part, memory_format=torch.contiguous_format) for part in (x.delta, x.log_delta, x.v, x.f)
         )
         before = [None if part is None else new(part.shape) for part in memory]
-        ssm_backward_kernel[grid](
+        ssm_backward_kernel[blocks * batch,](
             *given[:10], *read, *borders, *old, *(d if d is None else d.contiguous() for d in grads), delta,
             log_delta, *parts, v, f, *shared, *before, TOKENS=batch * time, **sizes, **rows, CHUNK=chunk,
         )  # fmt: skip

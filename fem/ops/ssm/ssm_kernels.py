@@ -19,6 +19,7 @@ from fem.ops.common.merge_kernels import (
     LOG_ZERO,
     NO_WEIGHT,
     added,
+    block_and_row,
     cells_at,
     keep_cells,
     keep_piece,
@@ -87,8 +88,8 @@ def ssm_kernel(
     """What every token of a piece reads; the cells after the last, from the first ones, None of no token; where KEPT
     those before every CHUNK-th token, (B, chunks, W, N). ENDS: instead what a piece does to cells before it, in ends,
     (B, pieces, 5, W, N)."""
-    batch, piece = tl.program_id(1) // pieces, tl.program_id(1) % pieces
-    row, channel = batch.to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    block, of_row = block_and_row(W, BLOCK)
+    row, piece, channel = (of_row // pieces).to(tl.int64), of_row % pieces, block * BLOCK + tl.arange(0, BLOCK)
     state, live = tl.arange(0, STATES), channel < W
     both, cell = live[:, None] & (state < N)[None], channel[:, None] * N + state[None]
     begin, every = piece * length, W * N
@@ -186,9 +187,10 @@ def ssm_backward_kernel(
 
         beta dbeta = sum dZ/dZ_part (Z_part - Z) zeta       beta dbeta = sum_i zeta_i bend(f_i) - sum_t zeta_t bend(F_t)
     """
-    row, channel = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    block, row = block_and_row(W, BLOCK)
+    row, channel = row.to(tl.int64), block * BLOCK + tl.arange(0, BLOCK)
     state, live = tl.arange(0, STATES), channel < W
-    exists, part = state < N, tl.program_id(0).to(tl.int64) * TOKENS
+    exists, part = state < N, block.to(tl.int64) * TOKENS
     both, cell = live[:, None] & exists[None], channel[:, None] * N + state[None]
     chunks, every, end = tl.cdiv(T, CHUNK), W * N, row * W * N + cell
     falls, through = tl.load(a + cell, both, other=0.0), tl.load(skip + channel, live, other=0.0)
