@@ -312,7 +312,7 @@ def _kernel(
 
     if bounded:
         twice = ", twice" if min(mean, free) and mean + free > WIDEST else ""
-        return None if max(key_width, mean, free) > WIDEST else f"flex{twice}"
+        return None if key_width % 2 or max(key_width, mean, free) > WIDEST else f"flex{twice}"
     fit = lambda width: kernel_for(  # noqa: E731
         torch.device("cuda", device), torch.bfloat16, heads, kv_heads, key_width, width, causal, wishes()
     )
@@ -333,15 +333,18 @@ def _tables(prior: Prior, call: Call) -> Sequence[Float[Tensor, "#b t p"] | Floa
 
 
 def _shared_tables(prior: Prior, x: Tensor) -> tuple[Float[Tensor, "t p"], Float[Tensor, "t p"]]:
-    """Those of positions 0 to T - 1, or of more."""
+    """Those of positions 0 to T - 1, or of more. They are kept for good: captured graphs read them where they lie."""
     config, time, frequency = prior.config, x.shape[1], prior._frequency(prior.config.key_width, x.device)
     if torch.compiler.is_compiling():
         return _turns(time, frequency, config.rope_factor)
-    key = (config.key_width, config.rope_theta, config.rope_frequencies, config.rope_factor, x.device)
+    rows = 1 << (time - 1).bit_length()
+    key = (config.key_width, config.rope_theta, config.rope_frequencies, config.rope_factor, x.device, rows)
     known = _TABLES.get(key)
-    if known is None or known[0].shape[0] < time:
+    if known is None:
         with torch.inference_mode(False), torch.no_grad():
-            known = _TABLES[key] = _turns(time, frequency, config.rope_factor)
+            known = _turns(rows, frequency, config.rope_factor)
+        if not torch.cuda.is_current_stream_capturing():  # what a graph makes is there once it is replayed
+            _TABLES[key] = known
     return known
 
 

@@ -85,5 +85,6 @@ def _of_a_token(
         return None
     from fem.ops.common.row_maps import row_maps  # by Triton, which the library does not require
 
+    features = features if features.stride(-1) == 1 else features.contiguous()
     inputs = [features[..., -one.in_features :] for one in scales] + [features] * len(firsts)
     return row_maps(inputs, weights, ups, biases)

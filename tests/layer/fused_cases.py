@@ -15,12 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer, joint_maps
 from fem.ops.common import joined, part_kernels, row_maps
 from fem.ops.linear_attention import doubtful_tokens, fla_read, linear_mixed_read, scan_kernels
+from fem.ops.softmax.fused import bounded_attention
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as kernels
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # fresh memory is NaN: what nobody wrote shows
 
+KERNEL = fused_layer._kernel
 PARTS_OFF = {"use_lse": False, "use_temperature": False, "use_outer_gate": False}
 LAYERS = {
     "full": {},
@@ -388,6 +390,41 @@ def test_other_kernels_read_what_triton_miscompiles(name, dtype, doubt, monkeypa
         assert (one - other).norm() <= near * other.norm()
 
 
+def test_keys_of_odd_widths_are_left_to_others():
+    """The kernel that turns queries and keys takes them by pairs."""
+    assert [KERNEL(0, 2, 2, width, 12, 12, True, True) for width in (8, 7)] == ["flex", None]
+
+
+def test_angles_that_a_captured_graph_may_read_are_kept(monkeypatch):
+    angles = partial(fused_layer._shared_tables, build({}).prior)
+    first, _ = angles(torch.empty(1, 5, 20)), angles(torch.empty(1, 40, 20))
+    assert angles(torch.empty(1, 6, 20))[0] is first[0]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    inside = angles(torch.empty(1, 300, 20))
+    assert angles(torch.empty(1, 300, 20))[0] is not inside[0]
+
+
+class OnCard(torch.Tensor):
+    is_cuda = True
+
+
+def test_a_captured_graph_reads_its_mask_itself(monkeypatch):
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril().as_subclass(OnCard)
+    known = bounded_attention.seen_of(mask, True)
+    assert bounded_attention.seen_of(mask, True) is known
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert bounded_attention.seen_of(mask, True) is not known
+
+
+@pytest.mark.parametrize("name", ["full", "slim", "split", "gla", "linear, slim, split"])
+def test_the_smallest_temperatures_have_gradients(name):
+    layer = build(LAYERS[name])
+    with torch.no_grad():
+        layer.beta.theta.fill_(-80.0)
+    found = errors(layer, torch.randn(1, 9, 20))
+    assert max(found.values()) < 2e-5, found
+
+
 @pytest.mark.parametrize("name", ["full", "gla"])
 def test_a_second_derivative_is_refused(name):
     layer, x = build(LAYERS[name]), torch.randn(1, 5, 20, requires_grad=True)
@@ -414,7 +451,7 @@ def counted(monkeypatch) -> list[tuple]:
 @pytest.mark.parametrize("name", TOKENS)
 @torch.no_grad()
 def test_the_maps_of_one_token_are_one_launch(name, monkeypatch):
-    layer, x = build(TOKENS[name]), torch.randn(3, 9, 20)
+    layer, x = build(TOKENS[name]), torch.randn(3, 20, 9).mT  # whose features do not lie side by side
     wanted = exact(layer)(x.double())[:, 8:]
     _, state = layer(x[:, :8], return_state=True)
     launches = counted(monkeypatch)

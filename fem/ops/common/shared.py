@@ -59,11 +59,14 @@ def shared(function: Callable) -> Callable:
 
 def known_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function of a tensor and flags, called once for a tensor that lives on, as one that all layers of somebody's
-    model are given, until PyTorch counts a change of it. It does not count those of tensors of inference mode."""
+    model are given, until PyTorch counts a change of it. It does not count those of tensors of inference mode. A graph
+    that is captured asks for itself: replayed, it would read what was found of numbers that have changed since."""
     known = WeakIdKeyDictionary()
 
     @functools.wraps(function)
     def run(x: Tensor, *flags: bool):
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return function(x, *flags)
         version = None if x.is_inference() else (x._version, *flags)
         found = known.get(x)
         if found is None or version is None or found[0] != version:

@@ -18,6 +18,7 @@ SHARED: each channel reads both, so f is v.
 import triton
 import triton.language as tl
 
+from fem.ops.common import scan
 from fem.ops.common.launch import launched
 from fem.ops.common.triton_math import (
     LEAST_PROVEN,
@@ -36,6 +37,7 @@ LOG_ZERO = tl.constexpr(-1e30)
 NO_WEIGHT = tl.constexpr(-1e29)
 FORGOTTEN = tl.constexpr(-104.0)  # e^-104 is 0 in float32; more would take digits of the decays, which fla adds up
 LEAST_BETA = tl.constexpr(0.1)  # below it, or at a smaller span of a head's values, float32 loses digits of gradients
+LOWEST_BETA = tl.constexpr(scan.LEAST_BETA)
 LEAST_SPAN = tl.constexpr(2.0)
 INFINITE = tl.constexpr(float("inf"))
 LEAST_WEIGHT = tl.constexpr(2.0**-126)  # that has a reciprocal in float32
@@ -90,7 +92,7 @@ def scan_extremes_kernel(
         rate = tl.full((COLUMNS,), 1.0, tl.float32)
         if theta is not None:
             x = tl.load(theta + head * FREE + channel, channel < FREE, other=0.0).to(tl.float32)
-            rate = exact_softplus(x + start)
+            rate = tl.maximum(exact_softplus(x + start), LOWEST_BETA)
         tl.store(beta + head * FREE + channel, rate, channel < FREE)
 
 

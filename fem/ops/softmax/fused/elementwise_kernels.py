@@ -344,8 +344,8 @@ def mix_backward_kernel(
             tl.store(d_out + summed, tl.where(in_free, d_f * slope, d_u), inside)
         if flagged:
             tl.store(d_free + token * heads * FREE + head * FREE + channel[None], d_f, in_free)
-        tilt = -tl.sum(tl.where(there[None], d_f * lift, 0.0), 0) / (rate * rate)
+        tilt = -tl.sum(tl.where(there[None], d_f * (lift * inverse), 0.0), 0)
         at = (batch * tl.num_programs(1) + tile) * heads * FREE + head * FREE + channel
-        tl.store(d_theta + at, tilt * slope_of_beta(rate), there)
+        tl.store(d_theta + at, tilt * (slope_of_beta(rate) * quotient(1.0, rate)), there)
     else:
         tl.store(d_out + summed, d_u, inside)

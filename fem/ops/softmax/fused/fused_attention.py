@@ -46,14 +46,15 @@ def kernel_for(
     if key_width % 8 or width % 8:
         return None
     sizes = ((heads, key_width), (kv_heads, key_width), (kv_heads, width))
-    q, k, values = (torch.empty(1, h, 128, d, device=device, dtype=dtype, requires_grad=True) for h, d in sizes)
-    call = SDPAParams(q, k, values, None, 0.0, causal, heads != kv_heads)
-    flash = key_width == width and can_use_flash_attention(call)
-    if flash and wished[-1] is not None:
-        return "flash"
-    if max(key_width, width) <= CUDNN_WIDEST and can_use_cudnn_attention(call):
-        return "cudnn"
-    return "flash" if flash else None
+    with torch.inference_mode(False), torch.enable_grad():  # the first call may be one without gradients
+        q, k, values = (torch.empty(1, h, 128, d, device=device, dtype=dtype, requires_grad=True) for h, d in sizes)
+        call = SDPAParams(q, k, values, None, 0.0, causal, heads != kv_heads)
+        flash = key_width == width and can_use_flash_attention(call)
+        if flash and wished[-1] is not None:
+            return "flash"
+        if max(key_width, width) <= CUDNN_WIDEST and can_use_cudnn_attention(call):
+            return "cudnn"
+        return "flash" if flash else None
 
 
 def together(pieces: Sequence[Float[Tensor, "b t h _"]]) -> Float[Tensor, "b t h w"]:
