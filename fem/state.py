@@ -16,6 +16,7 @@ NOT_IN_STATES = frozenset(
         *("lambda_init", "backend", "softmax_backend"),
     ]
 )
+PLACE = ("position", "document", "segment")  # of `CachePosition`: torch.compile does not list a class's fields
 _SLACK = 1.125  # a view is copied where the storage that it keeps alive has more than this many times its bytes
 
 
@@ -55,13 +56,13 @@ class MixerState:
     def _named(self) -> dict[str, Tensor]:
         memory = {f"memory.{name}": tensor for name, tensor in self.memory.items()}
         hidden = {} if self.conditioner is None else {"conditioner": self.conditioner}
-        place = {f"cache_position.{f.name}": getattr(self.cache_position, f.name) for f in fields(self.cache_position)}
+        place = {f"cache_position.{name}": getattr(self.cache_position, name) for name in PLACE}
         return memory | hidden | place
 
     @staticmethod
     def _of(layer: str, dtype: torch.dtype, tensors: dict[str, Tensor]) -> MixerState:
         memory = {name.removeprefix("memory."): x for name, x in tensors.items() if name.startswith("memory.")}
-        position = CachePosition(*(tensors[f"cache_position.{field.name}"] for field in fields(CachePosition)))
+        position = CachePosition(*(tensors[f"cache_position.{name}"] for name in PLACE))
         return MixerState(layer, dtype, memory, tensors.get("conditioner"), position)
 
     def _map(self, change) -> MixerState:
@@ -182,8 +183,8 @@ class MixerState:
             differing = [name for name in wanted if got.get(name) != wanted[name]]
             shown = lambda kind: ", ".join(f"{name}={kind.get(name)}" for name in differing)  # noqa: E731
             raise _foreign("layer", shown(got), shown(wanted))
-        if self.batch != len(x):
-            raise _foreign("batch size", self.batch, len(x))
+        if self.batch != x.shape[0]:
+            raise _foreign("batch size", self.batch, x.shape[0])
         if self.dtype != x.dtype:
             raise _foreign("input dtype", self.dtype, x.dtype)
         if self.device != x.device:

@@ -159,7 +159,7 @@ class Inputs(NamedTuple):
             kept = self.mask()
             mask = self.attention_mask.to(torch.bool if kept is None else kept.dtype)
             return whole_rows(tuple(mask.shape), x.device, mask).position[:, past:]
-        return torch.arange(past, past + x.shape[1], device=x.device)[None].expand(len(x), -1)
+        return torch.arange(past, past + x.shape[1], device=x.device)[None].expand(x.shape[0], -1)
 
     def read_by_conditioner(self, documents: Tensor | None) -> Tokens:
         """The new tokens as a conditioner reads them: which it skips, and where it forgets.

@@ -103,9 +103,10 @@ class FixedMemory(MixerMemory):
             self.tokens += tokens
         elif tokens:
             super().store(state.clone(), tokens)
-            self.tokens = torch.tensor(tokens, device=state.device)
-            for tensor in (self.tokens, *self.state.tensors()):
-                torch._dynamo.mark_static_address(tensor)
+            self.tokens = torch.full((), tokens, device=state.device)
+            if not torch.compiler.is_compiling():
+                for tensor in (self.tokens, *self.state.tensors()):
+                    torch._dynamo.mark_static_address(tensor)
 
     def _overwrite(self, state: MixerState) -> None:
         for held, new in zip(self.state.tensors(), state.tensors(), strict=True):
@@ -174,7 +175,8 @@ def _placed(cache: Cache, layer: int, places: dict[type, Callable], wanted, reas
     layers = cache.layers
     if layer == len(layers):
         layers.append(DynamicLayer())
-    if type(layers[layer]) in places and not layers[layer].is_initialized:
+    held = layers[layer]
+    if type(held) in places and (not held.is_initialized or held.get_seq_length() == 0):
         layers[layer] = places[type(layers[layer])]()
     if not isinstance(layers[layer], wanted):
         empty = "DynamicCache or StaticCache" if StaticLayer in places else "DynamicCache"

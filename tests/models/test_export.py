@@ -207,6 +207,15 @@ def test_the_export_of_the_faq_takes_any_batch_and_length(tmp_path, monkeypatch)
     close(torch.tensor(session.run(None, {name: x.numpy() for name, x in given.items()})[0]), expected)
 
 
+def test_a_model_under_an_engines_attention_is_exported_for_any_batch_and_length():
+    model = lively(FEMForCausalLM(small_config(num_hidden_layers=1, mixer={"use_conv": False})))
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        how = {"dynamic_shapes": {"input_ids": ANY, "use_cache": None}, "strict": False}
+        program = export(model, (), {"input_ids": tokens(2, 7), "use_cache": False}, **how).module()
+        close(program(input_ids=tokens(3, 12), use_cache=False).logits, model(tokens(3, 12)).logits)
+
+
 @pytest.mark.slow
 def test_onnxruntime_finds_what_is_read_both_ways(tmp_path):
     config = FreeEnergyMixerConfig(n_embd=16, n_head=2, causal=False, window=3, use_conv=False)

@@ -174,10 +174,13 @@ def test_an_engine_generates_by_drafts(draft):
     assert torch.equal(generate(model, tokens(1, 6), **draft), expected)
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("prior", SCANS)
-def test_a_static_cache_keeps_its_addresses_and_counts_on_the_device(prior):
+def test_a_static_cache_keeps_its_addresses_and_counts_on_the_device(prior, early):
     scan_model, ids = small_model(prior_type=prior), tokens(2, 9)
     cache = StaticCache(config=scan_model.config, max_cache_len=9)
+    if early:
+        cache.early_initialization(2, 2, 8, torch.float32, "cpu")
     scan_model(ids[:, :5], past_key_values=cache)
     addresses = [[x.data_ptr() for x in layer.state.tensors()] for layer in cache.layers]
     copied = copy.deepcopy(cache)
@@ -219,6 +222,9 @@ for prior in PRIORS:
             )
         assert torch.equal(found, wanted), (prior, length)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, prior
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)  # the prompt, too
+    assert torch.equal(model.generate(tokens(2, length), cache_implementation="static", **how), wanted), prior
     torch._dynamo.utils.counters.clear()
 """
 

@@ -36,13 +36,15 @@ def obstacle(config: PreTrainedConfig) -> str | None:
 
 def obstacle_to_pages(config: PreTrainedConfig) -> str | None:
     """Why no engine that keeps pages of keys and values, and nothing else, can serve such a model; None: one can."""
+    if (reason := obstacle(config)) is not None:
+        return reason
     for layer, mixer in enumerate(config.mixer_configs()):
         if mixer.use_conv:
             return (
                 f"layer {layer} has the conditioner (use_conv=True), whose state an engine's pages do not hold; "
                 'generate() keeps it, with attn_implementation="sdpa" or in the exact form.'
             )
-    return obstacle(config)
+    return None
 
 
 def obstacle_to_states(config: PreTrainedConfig) -> str | None:
