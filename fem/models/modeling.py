@@ -25,7 +25,7 @@ from fem.mlp import SwiGLU
 from fem.models.arguments import KEPT, SAID_BY_POSITIONS, WRITTEN, Inputs, check_names, tokens_in
 from fem.models.cache import CACHE, FEMCache, given_cache, memory_of, place_beside_keys
 from fem.models.configuration import FEMConfig
-from fem.models.engines.attention import EXACT, attend
+from fem.models.engines.attention import EXACT, attend, refuse_split_rows
 from fem.models.engines.obstacles import attends, keeps_tokens, layer_type, obstacle, obstacle_to_pages
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
 from fem.ops.common.shared import Known, shared_by_layers
@@ -80,6 +80,8 @@ class FEMBlock(GradientCheckpointingLayer):
                 keywords |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
                 kept = past_key_values is not None and self.mixer.conditioner is not None
                 hidden = place_beside_keys(past_key_values, self.layer_idx) if kept else None
+                if self.mixer.conditioner is not None:
+                    refuse_split_rows()
                 # vLLM reads this source: a forward that looks the interface up and calls it once is an attention's.
                 interface = ALL_ATTENTION_FUNCTIONS.get_interface(
                     self.config._attn_implementation, eager_attention_forward

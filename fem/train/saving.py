@@ -64,7 +64,7 @@ class SavingTrainer(Trainer):
             if self.args.process_index == 0:
                 (staging / name).replace(self.output / name)
                 for old in checkpoints(self.output)[: -self.keep]:
-                    shutil.rmtree(old)
+                    shutil.rmtree(old, ignore_errors=True)  # somebody may be reading it
             self.accelerator.wait_for_everyone()
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(staging, ignore_errors=True)

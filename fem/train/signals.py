@@ -35,7 +35,8 @@ class SaveAndStop(TrainerCallback):
         self.asked = self.stopped_by = 0
 
     def __enter__(self) -> SaveAndStop:
-        self.before = {number: signal.signal(number, self._ask) for number in ASKED}
+        heard = [number for number in ASKED if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
+        self.before = {number: signal.signal(number, self._ask) for number in heard}
         return self
 
     def __exit__(self, *_) -> None:

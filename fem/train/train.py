@@ -116,6 +116,8 @@ def prepare(recipe: TrainRecipe, output: Path, resume: bool, held: ExitStack) ->
     try:
         say_unread(recipe)
         write_json(output / CONFIG, config | circumstances())
+        if config["data"] is None:  # a command that was stopped may have had other data
+            shutil.rmtree(output / TOKENIZER, ignore_errors=True)
         tokenizer = load_tokenizer(recipe, output)
         model = model_config(recipe, entries(tokenizer))
         if not isinstance(model, FEMConfig):

@@ -67,7 +67,7 @@ def test_torchrun_knows_what_the_pages_type_and_fem_train_takes_the_rest(monkeyp
 
     ran = []
     monkeypatch.setattr(train, "run", lambda recipe, *_, **__: ran.append(recipe) or {"train": {}})
-    told = [get_args_parser().parse_args(line.split()[1:]) for line in lines("torchrun")]
+    told = [get_args_parser().parse_args(shlex.split(line)[1:]) for line in lines("torchrun")]
     ours = [call for call in told if call.training_script not in ("fem.train.titan.cpu", "torchtitan.train")]
     assert ours
     assert len(told) > len(ours)  # `make test-titan` runs torchtitan's own command

@@ -16,12 +16,15 @@ from clients.survey import build
 from layers import some_pairs
 from originals import DECODERS, PADDED, Attention, bert, close, decoder, lively, tokens, vision
 from processes import printed
-from small_models import VOCABULARY, awake
+from small_models import VOCABULARY, awake, small_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fem import replace_attention
+from fem.models import FEMForCausalLM
+from fem.models.engines.attention import SPLITTING
 from fem.models.surgery.head import FreeEnergyHead
+from fem.models.surgery.pretrained import RUNNING
 
 
 def encoder(batch_first: bool = True) -> nn.TransformerEncoder:
@@ -413,3 +416,25 @@ def test_a_second_replacement_of_a_layer_is_refused(preserve):
     with pytest.raises(ValueError, match="before"):
         replace_attention(model, layers=[1])
     replace_attention(model, layers=[0, 2])
+
+
+def test_a_call_that_fails_lets_its_features_go():
+    model = replace_attention(decoder("llama"))
+    model.model.layers[0].self_attn.k_proj = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(tokens(1, 11))
+    assert not RUNNING.features
+
+
+@pytest.mark.parametrize("which", ["replaced", "conditioner"])
+def test_rows_that_torch_splits_for_its_own_attention_are_refused(which, monkeypatch):
+    if which == "replaced":
+        model = replace_attention(decoder("llama"))
+    else:
+        model = FEMForCausalLM(small_config())
+        model.set_attn_implementation("sdpa")
+    names = {}
+    exec(compile("def split(*_, **__): pass", f"/site/{SPLITTING}/_attention.py", "exec"), names)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", names["split"])
+    with pytest.raises(ValueError, match="rows must not be split by torch's context_parallel"):
+        model(tokens(1, 11))

@@ -61,3 +61,9 @@ def test_plain_tokens_cost_nothing():
     assert tokens.keep is tokens.start is tokens.document is None
     assert tokens.position.tolist() == [0, 1, 2, 3, 4]
     assert cache_position.position.tolist() == [5, 5]
+
+
+def test_tokens_are_moved_to_another_device():
+    marks = read_tokens((1, 3), torch.device("cpu"), torch.tensor([[True, False, True]]))[0].to("meta")
+    assert marks.keep.is_meta
+    assert marks.document is None

@@ -262,6 +262,28 @@ def test_a_checkpoint_without_a_whole_file_is_named_and_the_one_before_goes_on(c
     assert_same_run(cut, whole, 12)
 
 
+def test_data_that_were_given_up_leave_no_tokenizer(tmp_path, data, whole, monkeypatch):
+    other, run = tmp_path / "other.txt", tmp_path / "run"
+    other.write_text("zyxw vuts " * 400)
+    with monkeypatch.context() as stopped:
+        stopped.setattr(train, "identity", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            train.run(tiny(other), run)
+    train.run(tiny(data), run)
+    assert (run / "tokenizer/tokenizer.json").read_bytes() == (whole / "tokenizer/tokenizer.json").read_bytes()
+
+
+def test_a_signal_that_is_ignored_stays_so(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as by nohup
+    try:
+        with SaveAndStop() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert not stop.asked
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("name", ["tokens.bin", "ends.bin"])
 def test_tokens_that_are_cut_off_are_refused_and_written_again(name, cut, whole, data):
     path = cut / "tokens" / name

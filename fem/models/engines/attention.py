@@ -17,6 +17,7 @@ from fem.ops.common.read import Read
 from fem.ops.softmax.cached import REACH, fixed_packing, pack, unpack
 from fem.ops.softmax.packing import Packing
 
+SPLITTING = "torch/distributed/tensor/experimental"  # the file of a function in the place of torch's attention
 EXACT = "exact"  # the attn_implementation of a model that reads with the library's own kernels and states
 
 
@@ -60,6 +61,17 @@ def attend(
         return Read(out, None)
     read = unpack(out, packing.per_query_head(out.shape[2]))
     return Read(*(x.to(v.dtype) for x in read))
+
+
+def refuse_split_rows() -> None:
+    """Raise ValueError within torch's own `context_parallel`: it splits rows for scaled_dot_product_attention alone,
+    which neither the read of a replaced attention nor the conditioner calls, so each process would read its part."""
+    function = None if torch.compiler.is_compiling() else getattr(F.scaled_dot_product_attention, "__code__", None)
+    if function is not None and SPLITTING in function.co_filename.replace("\\", "/"):
+        raise ValueError(
+            "rows must not be split by torch's context_parallel, whose attention this model does not call; of a "
+            "FEM model fem.models.context.context_parallel splits them."
+        )
 
 
 def _packed(block: nn.Module, v: Tensor, f: Tensor, packing: Packing) -> Float[Tensor, "b t hkv w"]:

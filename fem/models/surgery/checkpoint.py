@@ -185,7 +185,8 @@ def load_replaced(
         config = replaced_config(architecture.config_class).from_dict(saved)
         return replaced_class(architecture).from_pretrained(folder, config=config, **options)
     ReplacedConfig.from_dict(saved)  # raises on a type that transformers does not know
-    (name,) = original_names(saved)
-    if not hasattr(transformers, name):
-        raise ValueError(f"no Auto class knows {name!r}; pass the class: load_replaced(folder, architecture={name}).")
+    name = next(iter(original_names(saved)), None)
+    if name is None or not hasattr(transformers, name):
+        told = "config.json names no architecture" if name is None else f"no Auto class knows {name!r}"
+        raise ValueError(f"{told}; pass the class: load_replaced(folder, architecture={name or '...'}).")
     return replaced_class(getattr(transformers, name)).from_pretrained(folder, **options)

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from fem.functional import softmax_read
 from fem.mixer import FreeEnergyMixer
+from fem.models.engines.attention import refuse_split_rows
 from fem.models.surgery.fresh import MixerAttention
 from fem.models.surgery.head import FreeEnergyHead
 from fem.models.surgery.masks import check_mask
@@ -142,6 +143,7 @@ def _graft(attention: nn.Module, head: FreeEnergyHead) -> nn.Module:
     attention.free_energy = head
     attention.register_forward_pre_hook(partial(_hand_on_features, _first_argument(attention)), with_kwargs=True)
     attention.register_forward_hook(_was_read)
+    attention.register_forward_hook(_forget, always_call=True)
     return attention
 
 
@@ -231,6 +233,11 @@ def _was_read(attention: nn.Module, args: tuple, output: object) -> None:
         )
 
 
+def _forget(attention: nn.Module, args: tuple, output: object) -> None:
+    """Let the features go where the call has failed before it read them: they hold all that gradients need."""
+    RUNNING.features.clear()
+
+
 def free_energy_attention(
     attention: nn.Module,
     query: Float[Tensor, "b h tq dk"],
@@ -255,6 +262,7 @@ def free_energy_attention(
     for name, reason in UNREADABLE.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(attention).__name__} cannot be read as a softmax prior: {reason}.")
+    refuse_split_rows()
     features = RUNNING.features.pop()
     rows, _, queries, _ = query.shape
     width = features.shape[-1]

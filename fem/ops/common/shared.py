@@ -67,7 +67,7 @@ def known_of(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(x: Tensor, *flags: bool):
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return function(x, *flags)
-        version = None if x.is_inference() else (x._version, *flags)
+        version = None if x.is_inference() else (x._version, torch.is_inference_mode_enabled(), *flags)
         found = known.get(x)
         if found is None or version is None or found[0] != version:
             found = known[x] = version, function(x, *flags)

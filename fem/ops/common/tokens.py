@@ -38,6 +38,11 @@ class Tokens:
         """x (B, T, d) with 0 for masked tokens: what stood there, NaN too, reaches neither an output nor a gradient."""
         return x if self.keep is None else torch.where(self.keep[..., None], x, 0)
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Tokens:
+        """The same on another device, as accelerate asks of what layers are given."""
+        marks = self.keep, self.start, self.document, self.position
+        return Tokens(*(None if x is None else x.to(device, non_blocking=non_blocking) for x in marks))
+
     def reversed(self) -> Tokens:
         """The same tokens read backwards; documents open at what was their last kept token."""
         flip = lambda tensor: None if tensor is None else tensor.flip(-1)  # noqa: E731

@@ -124,11 +124,11 @@ def write_report(folder: Path, records: Sequence[dict], command: str) -> None:
         "Forecasting: FEM in the paper's backbone",
         "MSE and MAE on scaled data over all test windows, steps and channels; nothing is dropped. Scaling, splits and "
         "windows are the same for all. All mixers are compared in one backbone with equal parameters: one that has "
-        'more gets narrower MLPs, unless --mlp is kept. "no mixer" is that backbone with the parameters in its '
-        "MLPs, so that no token sees another. Backbone and training are those of Lu and Yang, ICML 2025 (arXiv "
-        "2502.07244). DLinear, PatchTST, iTransformer and FEMForecaster are trained by neuralforecast; of several "
-        "lookbacks theirs is the best on the validation rows. CPU s: of training one seed, its validation included; "
-        "sd: over seeds.",
+        'more gets narrower MLPs, unless --mlp is kept. "no mixer" is that backbone without one, where no '
+        "token sees another; narrowed MLPs have its parameters. Backbone and training are those of Lu and Yang, ICML "
+        "2025 (arXiv 2502.07244). DLinear, PatchTST, iTransformer and FEMForecaster are trained by neuralforecast; of "
+        "several lookbacks theirs is the best on the validation rows. CPU s: of training one seed, validation "
+        "included; sd: over seeds.",
         markdown_table(table(records), {"MSE": min, "MAE": min}),
         "![test error of every model, a dot per seed](scores.png)",
         "![one test window and its forecasts](forecasts.png)",
