@@ -275,7 +275,7 @@ def _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, nor
     if not return_state:
         return read
     read, memory = read
-    return read, ScanState(memory, cache_position)
+    return read, ScanState({name: x.clone() for name, x in memory.items()}, cache_position)  # may be what was read
 
 
 def _check_scan(

@@ -43,6 +43,9 @@ class Prior(nn.Module, ABC):
         self.config = config
         self._frequencies: dict[torch.device, Tensor] = {}  # rotary ones, by `_frequency`; saved nowhere
 
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_frequencies": {}}  # a file may be loaded to another device than they are kept for
+
     def check(self, config: FreeEnergyMixerConfig) -> None:
         """Raise ValueError on a layer's configuration that the prior cannot follow."""
 

@@ -222,3 +222,11 @@ def test_a_layer_that_was_sharded_without_values_starts_as_one_that_was_built(fa
         value = parameter.full_tensor()
         assert value.isfinite().all()
         assert torch.equal(value, built[name]) or not torch.equal(built[name], other[name]), name  # the rest is drawn
+
+
+def test_a_layers_file_has_no_angles_of_the_device_that_wrote_it(tmp_path):
+    layer = FreeEnergyMixer(n_embd=16, n_head=2)
+    layer(torch.randn(1, 3, 16))
+    torch.save(layer, tmp_path / "layer.pt")
+    assert layer.prior._frequencies
+    assert not torch.load(tmp_path / "layer.pt", map_location="meta", weights_only=False).prior._frequencies

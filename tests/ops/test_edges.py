@@ -236,3 +236,14 @@ def test_neither_direction_reads_beyond_a_decay_of_minus_infinity():
     read = keyed_scan_read(column(1.0, 1.0, 1.0), column(1.0, 0.0, 1.0), v, BETA, decay, causal=False)
     for part in read:
         assert part.flatten().tolist() == [5.0, 0.0, 9.0]
+
+
+@pytest.mark.parametrize("name", SCANS)
+@torch.no_grad()
+def test_what_was_read_may_be_changed_and_the_state_stays(name):
+    call = make(name, 1)
+    read, state = call.read(return_state=True)
+    before = [x.clone() for x in state.memory.values()]
+    for part in read:
+        part.zero_()
+    assert all(map(torch.equal, state.memory.values(), before))
