@@ -67,7 +67,7 @@ class Call(NamedTuple):
         tokens, x = self.tokens, self.x
         if tokens.keep is None or self.memory is not None or not config.causal or config.window is not None:
             return self.masked()
-        if exporting() or transformed(x):  # which know no autograd function of ours
+        if exporting() or transformed():  # which know no autograd function of ours
             return self.masked()
         tokens, order = kept_first(tokens.keep, tokens.document)
         return self._replace(x=order.kept_first(x), tokens=tokens, order=order)

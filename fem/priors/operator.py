@@ -128,7 +128,9 @@ class OperatorPrior(Prior):
     def _check_op(self, like: Tensor) -> None:
         """Raise unless op of some numbers >= 0, most of them near 0, shaped as `like`, is as it must be."""
         generator = torch.Generator().manual_seed(0)
-        x, factor = (torch.rand(shape, generator=generator).to(like) for shape in (like.shape, like.shape[-1:]))
+        x, factor = (
+            torch.rand(shape, generator=generator, device="cpu").to(like) for shape in (like.shape, like.shape[-1:])
+        )
         x, past = x**8, torch.arange(x.shape[1], device=x.device)[:, None] < (x.shape[1] + 1) // 2
         total, negated, after, scaled = (self._run(part) for part in (x, -x * past, x * ~past, x * factor))
         for wanted, error in {
