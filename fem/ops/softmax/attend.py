@@ -44,8 +44,7 @@ def attend(
     parts = (x.transpose(1, 2) for x in (q, k, values))
     out, lse = flash(*parts, support.causal, _added(support, q.dtype), support.scale)
     if support.restricted and bool((lse == 0.0).any()):  # as flash says of a row that sees no key
-        sees = support.visible(q.shape[1], k.shape[1], q.device).any(-1)
-        lse.masked_fill_(~sees, -torch.inf)
+        lse.masked_fill_(~support.sees(q.shape[1], k.shape[1], q.device), -torch.inf)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -69,6 +70,17 @@ class Support(NamedTuple):
         seen = (first <= index) & (index < end)
         seen = seen if self.keep is None else seen & self.keep[:, None, None]
         return seen if self.bias is None else seen & ~torch.isneginf(self.bias.detach())
+
+    def sees(self, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "#b #h tq"]:
+        """Which queries see any key; without a bias in memory linear in their number."""
+        if self.bias is not None:
+            return self.visible(queries, keys, device).any(-1)
+        first, end = (x.clamp(0, keys) for x in bounds(self, queries, keys, device))
+        exists = torch.ones(1, keys, dtype=torch.bool, device=device) if self.keep is None else self.keep
+        before = F.pad(exists.cumsum(1), (1, 0))  # how many exist before each place
+        rows = max(len(first), len(before))
+        before, first, end = (x.expand(rows, -1) for x in (before, first, end))
+        return (before.gather(1, end) > before.gather(1, first))[:, None]
 
     def mask(self, queries: int, keys: int, device: torch.device, hidden: float) -> Float[Tensor, "#b #h tq t"]:
         """What is added to the scores, pair by pair: the bias, and `hidden` where a key is not seen."""

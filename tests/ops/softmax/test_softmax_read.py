@@ -275,3 +275,17 @@ def test_who_sees_whom_is_what_a_loop_over_the_rules_says(data):
         part = inside.visible(*size, cpu)[:, 0].expand(batch, -1, -1)
         assert torch.equal(part, seen[:, rows, columns])
         assert seen[:, rows].sum() == part.sum()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_that_see_a_key_are_found_without_a_table_of_pairs(masked, bounded, causal):
+    for time in range(1, 9):
+        keep = torch.rand(3, time) > 0.6 if masked else None
+        ends = [
+            torch.randint(0, time + 1, (1 + 2 * (time % 2), time)).sort(1).values if bounded else None for _ in "fe"
+        ]
+        support = Support(causal, 1.0, keep, *ends)
+        wanted = support.visible(time, time, torch.device("cpu")).any(-1)
+        assert torch.equal(*torch.broadcast_tensors(support.sees(time, time, torch.device("cpu")), wanted))
