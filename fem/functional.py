@@ -137,7 +137,11 @@ def channel_scan_read(
     check_values("log_decay", log_decay, DECAY, key_mask)
     check_values("log_weight", log_weight, LOG_WEIGHT, key_mask)
     op = partial(channel_scan.channel_scan_read, log_weight, v, beta, log_decay, free_values)
-    return _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize, backend)
+    found = _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, normalize, backend)
+    if not return_state:
+        return found
+    read, state = found  # a channel remembers what it has read, and a caller may change that
+    return read, ScanState({name: x.clone() for name, x in state.memory.items()}, state.cache_position)
 
 
 def keyed_scan_read(
@@ -275,7 +279,7 @@ def _scan(op, v, causal, key_mask, segment_ids, initial_state, return_state, nor
     if not return_state:
         return read
     read, memory = read
-    return read, ScanState({name: x.clone() for name, x in memory.items()}, cache_position)  # may be what was read
+    return read, ScanState(memory, cache_position)
 
 
 def _check_scan(

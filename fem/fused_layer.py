@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from fem.call import Call
 from fem.gates import SlimProjection, TwoLevelGate, first_map
-from fem.ops.common.backend import exporting, found, multiplies_bfloat16, plain_map, plain_tensors, transformed, watched
+from fem.ops.common.backend import (
+    MOST_PROGRAMS,
+    exporting,
+    found,
+    multiplies_bfloat16,
+    plain_map,
+    plain_tensors,
+    transformed,
+    watched,
+)
 from fem.ops.common.kept_first import Order, kept_first
 from fem.ops.common.precision import product_dtype
 from fem.ops.softmax.card_attention import WIDEST
@@ -22,7 +31,7 @@ from fem.ops.softmax.support import seen_keys
 from fem.priors import GatedLinearPrior, LinearPrior, Prior, SoftmaxPrior
 from fem.priors.kv_cache import append, within_window
 
-_MOST_ROWS, _MOST_TOKENS = 65535, 2**18  # the axes of a CUDA grid hold 65,535 programs, of at least 4 tokens each
+_MOST_TOKENS = 2**18  # a program along an axis of a grid has at least 4
 DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has no float32
 
 
@@ -47,7 +56,7 @@ def _takes(x: Tensor, gate: TwoLevelGate) -> bool:
     """Whether kernels take the sizes, dtype and device of x, (B, T, ..), behind a gate that is more than a number."""
     if not available(x) or gate.per_head or not multiplies_bfloat16(x.device) or product_dtype(x) != DTYPE:
         return False
-    return 0 < x.shape[0] <= _MOST_ROWS and 2 <= x.shape[1] <= _MOST_TOKENS
+    return 0 < x.shape[0] <= MOST_PROGRAMS and 2 <= x.shape[1] <= _MOST_TOKENS
 
 
 def untouched(maps: Sequence[nn.Module], slim: Sequence[SlimProjection], parts: Sequence[nn.Module]) -> bool:
@@ -74,7 +83,7 @@ def _linear_reads(layer, call: Call) -> bool:
         return False
     if config.backend not in ("auto", "triton") or not (config.causal and config.normalize):
         return False
-    if len(call.x) * config.n_head > _MOST_ROWS:  # programs of fla
+    if call.x.shape[0] * config.n_head > MOST_PROGRAMS:  # of fla
         return False
     return config.key_width % 2 == 0 and found("fla")
 

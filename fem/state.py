@@ -16,7 +16,6 @@ NOT_IN_STATES = frozenset(
         *("lambda_init", "backend", "softmax_backend"),
     ]
 )
-PLACE = ("position", "document", "segment")  # of `CachePosition`: torch.compile does not list a class's fields
 _SLACK = 1.125  # a view is copied where the storage that it keeps alive has more than this many times its bytes
 
 
@@ -37,6 +36,9 @@ class CachePosition:
     def zero(cls, batch: int, device: torch.device | str) -> CachePosition:
         none = torch.zeros(batch, dtype=torch.long, device=device)
         return cls(position=none, document=none, segment=none)
+
+
+PLACE = tuple(field.name for field in fields(CachePosition))  # which torch.compile does not list
 
 
 @dataclass(frozen=True)

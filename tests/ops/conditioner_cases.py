@@ -47,6 +47,14 @@ CASES = {
     "float32 out of bfloat16": (1, 37, 8, {"dtype": torch.bfloat16, "out": torch.float32}),
 }
 
+# A card's e^-12, e^-20 and e^-30 are off by 16, 25 and 37 roundings; three products in TF32 keep 22 bits of 24.
+OF_A_CARD = {
+    "a long memory": (2, 2e-6),
+    "a shut gate without a state before": (2, 2e-6),
+    "a gate shut beyond the least length": (2, 5e-6),
+    "large inputs": (4, 1e-6),
+}
+
 
 def relative(x: Tensor, wanted: Tensor) -> float:
     wanted = wanted.double()
@@ -108,14 +116,13 @@ def errors(batch: int, time: int, width: int, said: dict) -> dict[str, tuple[flo
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_err_no_more_than_the_plain_form(case, monkeypatch):
-    """In float32 by at most four times as much, as products in TF32 keep 22 bits of 24, or 16 roundings; a card's e^-30
-    is off by 37. In 16 bits, where the kernels round less, by no more."""
+    """In float32 by at most twice as much, or 8 roundings; in 16 bits, where the kernels round less, by no more."""
     *sizes, said = CASES[case]
     for constant in {"NUMBERS", "MOST"} & said.keys():
         monkeypatch.setattr(fused, constant, said[constant])
     found = errors(*sizes, said)
     assert len(found) == (8 if said.get("hidden", True) else 7)
-    factor, least = 1.02 if "float" in case else 4, 5e-6 if "shut" in case else 2e-6
+    factor, least = OF_A_CARD.get(case, (1.02 if "float" in case else 2, 1e-6))
     worse = {name: errors for name, errors in found.items() if not errors[0] <= max(factor * errors[1], least)}
     assert not worse, f"errors of the kernels and of the plain form: {worse}"
 

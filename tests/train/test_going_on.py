@@ -273,7 +273,7 @@ def test_data_that_were_given_up_leave_no_tokenizer(tmp_path, data, whole, monke
     assert (run / "tokenizer/tokenizer.json").read_bytes() == (whole / "tokenizer/tokenizer.json").read_bytes()
 
 
-def test_a_signal_that_is_ignored_stays_so(monkeypatch):
+def test_a_signal_that_is_ignored_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as by nohup
     try:
         with SaveAndStop() as stop:

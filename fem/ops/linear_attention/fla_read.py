@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from fem.ops.common.backend import differentiated, on
+from fem.ops.common.backend import MOST_PROGRAMS, differentiated, on
 from fem.ops.common.launch import cdiv, next_power_of_2
 from fem.ops.common.operator import again_differentiable, recorded
 from fem.ops.common.read import Terms
@@ -32,7 +32,6 @@ from fem.ops.linear_attention.linear_log_space import LinearInputs
 NUMBERS = 2048  # of a tile, 16 for each of 128 threads
 PART = 256  # tokens whose extremes one program finds
 CELLS = 8  # key channels of a memory that are read together
-MOST_PROGRAMS = 65535  # along the later axes of a CUDA grid
 MISCOMPILES = "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"
 
 
