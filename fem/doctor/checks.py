@@ -118,7 +118,7 @@ def softmax(device: torch.device) -> Iterator[Row]:
 def _softmax(device, dtype, time: int, width: int, what: str) -> str | None:
     random = torch.Generator().manual_seed(0)
     heads, groups = 4, 4 if what == "grouped" else 1
-    draw = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)  # noqa: E731
+    draw = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64, device="cpu")  # noqa: E731
     inputs = {"q": draw(1, time, heads, width), "k": draw(1, time, heads // groups, width)}
     inputs["v"] = draw(1, time, heads // groups, width // 2)
     if what == "spike":

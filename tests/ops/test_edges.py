@@ -247,3 +247,14 @@ def test_what_was_read_may_be_changed_and_the_state_stays(name):
     for part in read:
         part.zero_()
     assert all(map(torch.equal, state.memory.values(), before))
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_a_nan_in_one_row_costs_the_other_no_digits(name):
+    """Values this close are read in float64, and NaN compares with nothing."""
+    call = make(name, 64, batch=2, spread=1e-3)
+    alone = call.read()
+    spoilt = call.set(v=call.arguments["v"].index_put((torch.tensor(1), torch.tensor(3)), torch.tensor(torch.nan)))
+    for got, wanted in zip(spoilt.read(), alone):
+        assert got[1].isnan().any()
+        torch.testing.assert_close(got[0], wanted[0], rtol=3e-7, atol=0)

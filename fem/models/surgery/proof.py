@@ -66,12 +66,12 @@ def _example(model: PreTrainedModel) -> dict[str, Tensor | bool] | None:
     if config._attn_implementation not in ("sdpa", "eager") or on_meta:
         return None
     if words := getattr(config.get_text_config(), "vocab_size", None):
-        ids = torch.randint(words, (1, TOKENS), generator=draw).to(model.device)
+        ids = torch.randint(words, (1, TOKENS), generator=draw, device="cpu").to(model.device)
         inputs |= {key: ids for key in ("input_ids", "decoder_input_ids") if key in takes}
     if "grid_thw" in takes:  # one picture, as a row for each of its patches
         name, inputs["grid_thw"] = next(iter(takes)), torch.tensor([[1, *GRID]], device=model.device)
     if name != "input_ids" and (shape := _shape(config, name, "grid_thw" in inputs)):
-        inputs[name] = torch.randn(shape, generator=draw).to(model.device, model.dtype)
+        inputs[name] = torch.randn(shape, generator=draw, device="cpu").to(model.device, model.dtype)
     if name not in inputs:
         return None
     return inputs | ({"use_cache": False} if "use_cache" in takes else {})

@@ -108,7 +108,7 @@ def needs_float64(v: Tensor, beta: Tensor) -> bool:
         return False
     low, high = v.aminmax()
     least, most = beta.aminmax()
-    return bool(_narrow(low, high, least) | (torch.maximum(-low, high) * most > LARGEST_EXPONENT))
+    return bool(_narrow(low, high, least) | ~(torch.maximum(-low, high) * most <= LARGEST_EXPONENT))
 
 
 def nearly_equal(v: Tensor, beta: Tensor) -> Bool[Tensor, ""]:
@@ -121,4 +121,5 @@ def nearly_equal(v: Tensor, beta: Tensor) -> Bool[Tensor, ""]:
 
 
 def _narrow(low: Tensor, high: Tensor, least: Tensor) -> Tensor:
-    return (least < SMALLEST_BETA) | ((high - low) * least < SMALLEST_SPAN)
+    # NaN in one row compares as false, and must not cost the others their digits.
+    return ~((least >= SMALLEST_BETA) & ((high - low) * least >= SMALLEST_SPAN))

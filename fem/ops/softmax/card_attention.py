@@ -81,8 +81,13 @@ def widest_flexible(device: torch.device) -> float:
     tiles find room."""
     if device.type != "cuda":
         return math.inf
-    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return 2.0 ** int(math.log2(room / _ROWS)) if multiplies_bfloat16(device) else 0.0
+    return 2.0 ** int(math.log2(_room(device) / _ROWS)) if multiplies_bfloat16(device) else 0.0
+
+
+def _room(device: torch.device) -> int:
+    """Bytes of shared memory that a block of threads may have."""
+    card = torch.cuda.get_device_properties(device)
+    return getattr(card, "shared_memory_per_block_optin", None) or card.shared_memory_per_block  # the latter under ROCm
 
 
 def _kernels(columns: int) -> contextlib.AbstractContextManager:
@@ -100,8 +105,7 @@ def _flex(q, k, values, score: Callable | None, blocks, **options) -> tuple:
     kernel |= {} if score is None else _BIASED
     options["return_aux"] = AuxRequest(lse=True)
     if q.is_cuda and q.shape[-1] > WIDEST:
-        room = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-        kernel |= ({} if q.shape[-1] == _MOST else _WIDE) | (_SMALL_BLOCKS if room < _ROOM else {})
+        kernel |= ({} if q.shape[-1] == _MOST else _WIDE) | (_SMALL_BLOCKS if _room(q.device) < _ROOM else {})
     if not q.is_cuda or torch.compiler.is_compiling():
         out, aux = flex_attention(q, k, values, score, blocks, **options, kernel_options=kernel)
         return out, aux.lse

@@ -203,17 +203,18 @@ def test_attention_is_asked_for_what_fused_kernels_have(monkeypatch, dtype, insi
 
 
 @pytest.mark.parametrize("columns, kib, block", [(128, 99, None), (192, 99, 32), (192, 163, None)])
+@pytest.mark.parametrize("name", ["shared_memory_per_block_optin", "shared_memory_per_block"])  # CUDA's, ROCm's
 @pytest.mark.parametrize("score, stages", [(None, None), (torch.add, 1)])
 def test_flex_attention_is_compiled_for_any_length_in_blocks_that_fit_the_card(
-    monkeypatch, columns, kib, block, score, stages
+    monkeypatch, columns, kib, block, name, score, stages
 ):
     asked = []
-    properties = SimpleNamespace(shared_memory_per_block_optin=kib << 10)
+    properties = SimpleNamespace(**{name: kib << 10})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     aux = SimpleNamespace(lse=None)
     attend = lambda *inputs, kernel_options, **how: asked.append(kernel_options) or (None, aux)  # noqa: E731
     monkeypatch.setattr(card, "_compiled", lambda function, **how: asked.append(how) or attend)
-    card._flex(SimpleNamespace(is_cuda=True, shape=(columns,), device="cuda:0"), None, None, score, None)
+    card._flex(SimpleNamespace(is_cuda=True, shape=(columns,), device=torch.device("cuda")), None, None, score, None)
     how, kernel = asked
     assert how == {"dynamic": True, "fullgraph": True}
     assert (kernel.get("bwd_BLOCK_M1"), kernel.get("num_stages")) == (block, stages)
