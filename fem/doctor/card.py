@@ -20,7 +20,7 @@ from fem.provenance import CONFIG, check_output, hardware, now, provenance, vers
 from fem.recipes import listed, require_some_of
 from fem.tables import markdown_table
 
-KERNELS = ("triton", "fla-core", "mamba-ssm")  # packages by which scans are read
+KERNELS = ("triton", "fla-core")  # packages by which scans are read
 LIMIT = 1200  # seconds that a step may take: first calls compile, and flash-linear-attention's kernels tune themselves
 
 

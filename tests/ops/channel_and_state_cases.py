@@ -8,14 +8,12 @@ import interpreted  # noqa: F401  (before any kernel)
 
 from dataclasses import replace
 
-import fla_reference
 import pytest
 import torch
 from reads import gradients_of, make
 
 from fem.ops.channel_scan import channel_kernels
-from fem.ops.common.backend import _FOUND
-from fem.ops.ssm import fused_ssm, ssm_read
+from fem.ops.ssm import fused_ssm
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # fresh memory is NaN: what nobody wrote shows
@@ -49,7 +47,6 @@ CASES = {
         "several kept states": {"time": 19},
         "one state": {"rank": 1},
         "several blocks of channels": {"width": 15, "rank": 17, "time": 5},
-        "both directions beside mamba-ssm": {"causal": False, "beside": True},
     },
 }
 SIZES = {"channels": {"name": "decay", "width": 4}, "states": {"name": "ssm", "rank": 5}}
@@ -101,15 +98,13 @@ def error(
 @pytest.fixture(autouse=True)
 def in_pieces(monkeypatch):
     """Rows have pieces."""
-    monkeypatch.setattr(ssm_read, "mamba_kernel", fla_reference.selective_scan)
     for module, constant in ((channel_kernels, "SHORTEST"), (fused_ssm, "CHUNK")):
         monkeypatch.setattr(module, constant, 2)
 
 
 @pytest.mark.parametrize("kind, case", [(kind, case) for kind in SIZES for case in BOTH | CASES[kind]])
-def test_reads_and_gradients_are_those_of_float64(kind, case, monkeypatch):
+def test_reads_and_gradients_are_those_of_float64(kind, case):
     options = SIZES[kind] | (BOTH | CASES[kind])[case]
-    monkeypatch.setitem(_FOUND, "mamba_ssm", options.pop("beside", False))
     assert error(**options) < LOOSE.get(case, LOOSE.get(f"{kind}, {case}", LIMIT))
 
 

@@ -24,11 +24,3 @@ def hgrn(log_decay, u, h):
         h = log_decay[:, t].exp() * h + u[:, t]
         rows.append(h)
     return torch.stack(rows, 1)
-
-
-def selective_scan(u, delta, a, b, c):
-    rows, h = [], torch.zeros(*u.shape[:2], a.shape[1])
-    for t in range(u.shape[2]):
-        h = (delta[:, :, t, None] * a).exp() * h + (delta[:, :, t] * u[:, :, t])[..., None] * b[:, None, :, t]
-        rows.append((h * c[:, None, :, t]).sum(-1))
-    return torch.stack(rows, 2)

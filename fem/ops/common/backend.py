@@ -25,7 +25,7 @@ from fem.prior_table import BACKENDS
 
 _PACKAGES = {"fla": "fla-core", "triton": "triton"}  # by module
 _INSTALL = {"fla": "pip install fla-core einops", "triton": "pip install triton"}
-_FOUND = {module: find_spec(module) is not None for module in (*_INSTALL, "mamba_ssm")}
+_FOUND = {module: find_spec(module) is not None for module in _INSTALL}
 MOST_PROGRAMS = 65535  # along the later axes of a CUDA grid
 _MISSED: set[str] = set()  # which the user was told of
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of our own Triton kernels
@@ -134,7 +134,7 @@ def scan_backend(backend: str, device: torch.device, dtype: torch.dtype, module:
 
 
 def found(module: str) -> bool:
-    """Whether "fla", "triton" or "mamba_ssm" is installed."""
+    """Whether "fla" or "triton" is installed."""
     return _FOUND[module]
 
 

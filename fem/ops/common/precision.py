@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool
 from torch import Tensor
 
 from fem.ops.common.backend import by_kernels, exporting
@@ -108,18 +107,5 @@ def needs_float64(v: Tensor, beta: Tensor) -> bool:
         return False
     low, high = v.aminmax()
     least, most = beta.aminmax()
-    return bool(_narrow(low, high, least) | ~(torch.maximum(-low, high) * most <= LARGEST_EXPONENT))
-
-
-def nearly_equal(v: Tensor, beta: Tensor) -> Bool[Tensor, ""]:
-    """Whether values differ by less, in nats, than what float32 keeps of F."""
-    if v.numel() == 0:
-        return v.new_zeros((), dtype=torch.bool)
-    with torch.no_grad():
-        low, high = v.aminmax()
-        return _narrow(low, high, beta.amin())
-
-
-def _narrow(low: Tensor, high: Tensor, least: Tensor) -> Tensor:
-    # NaN in one row compares as false, and must not cost the others their digits.
-    return ~((least >= SMALLEST_BETA) & ((high - low) * least >= SMALLEST_SPAN))
+    spread = (least >= SMALLEST_BETA) & ((high - low) * least >= SMALLEST_SPAN)
+    return not bool(spread & (torch.maximum(-low, high) * most <= LARGEST_EXPONENT))  # NaN in one row: also for others

@@ -27,7 +27,6 @@ class SlabScan:
 
     name: str
     Inputs: type
-    keeps_graph = False  # whether an eager call keeps what autograd needs of kernels, instead of running them again
 
     def __init__(self):
         fields = self.Inputs._fields
@@ -43,7 +42,7 @@ class SlabScan:
 
     def slab(self, memory: Terms, kernels: int, x) -> tuple[Terms, Terms, int] | None:
         """What a slab reads, the memory after it, and how many of its entries were computed again, or None where that
-        is in doubt. kernels: not 0 where they read the whole call as one slab, of inputs in any dtype."""
+        is in doubt. kernels: not 0 where they read the whole call as one slab, of inputs in any dtype, in v's dtype."""
         raise NotImplementedError
 
     def step(self, memory: Terms, x) -> tuple[Terms, Terms]:
@@ -83,7 +82,7 @@ class SlabScan:
                 return self.step(memory, x)
             if backend == "reference" or transformed(*x, *memory):
                 return self.exact(memory, self._cast(x, upcast))
-            if self._at_once(kernels) and not torch.compiler.is_compiling():
+            if kernels and not torch.compiler.is_compiling():
                 if (found := self.slab(memory, kernels, x)) is not None:
                     fallbacks.count(x.f.numel(), 0)
                     return found[:2]
@@ -120,18 +119,18 @@ class SlabScan:
         if not kernels:
             return *self.exact(memory, x), x.f.numel()
         dtype = memory.mean.dtype
-        reads, borders, again = self._by_slabs(memory, 0, self._cast(x, upcast))
+        reads, borders, again = self._by_slabs(memory, self._cast(x, upcast))
         read = Terms(*(torch.cat(parts, 1).to(dtype) for parts in zip(*reads)))
         return read, Terms(*(part.to(dtype) for part in borders[-1])), again
 
-    def _by_slabs(self, memory: Terms, kernels: int, x) -> tuple[list[Terms], list[Terms], int]:
+    def _by_slabs(self, memory: Terms, x) -> tuple[list[Terms], list[Terms], int]:
         """What slabs read, the memory at their borders, and how many entries were computed again."""
-        pieces = self._slabs(x, kernels)
-        if not kernels and self._in_float64(x):
+        pieces = self._slabs(x, 0)
+        if self._in_float64(x):
             x, memory = self._cast(x, Tensor.double), Terms(*double(*memory))
         reads, borders, again = [], [memory], 0
         for piece in pieces:
-            read, memory, more = self._read(memory, kernels, self._cut(x, piece))
+            read, memory, more = self._read(memory, 0, self._cut(x, piece))
             reads.append(read)
             borders.append(memory)
             again += more
@@ -142,24 +141,20 @@ class SlabScan:
         x, memory, kernels = self._parts(arguments)
         dtype = memory.mean.dtype
         with torch.no_grad(), without_autocast(memory.mean.device):
-            if self._at_once(kernels):
+            if kernels:
                 read, after, again = self._read(memory, kernels, x)
                 fallbacks.count(read.free_energy.numel(), again)
                 pairs = zip((*read, *after), self._empty_results(x, memory, kernels))
                 return [*(y.to(z.dtype).contiguous() for y, z in pairs), *(y.new_empty(0, *y.shape) for y in memory)]
-            reads, borders, again = self._by_slabs(memory, kernels, x)
+            reads, borders, again = self._by_slabs(memory, x)
         out = [(torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous()).to(dtype) for parts in zip(*reads)]
         fallbacks.count(out[2].numel(), again)
         borders = [torch.stack([x.to(dtype) for x in parts]) for parts in zip(*borders)]
         return [*out, *(x[-1].clone() for x in borders), *borders]
 
-    def _at_once(self, kernels: int) -> bool:
-        """Whether the call is one slab, whose read is in v's dtype and whose gradients are new tensors."""
-        return bool(kernels) and self.keeps_graph
-
     def _empty_results(self, x, memory: Terms, kernels: int) -> list[Tensor]:
         """What every token reads, and the memory after the last."""
-        like = x.v if self._at_once(kernels) else memory.mean
+        like = x.v if kernels else memory.mean
         reads = (memory.mean, memory.log_weight), (like, x.v), (like, x.f)
         reads = [one.new_empty(*x.v.shape[:-1], other.shape[-1]) for one, other in reads]
         return [*reads, *(part.new_empty(part.shape) for part in memory)]
@@ -167,7 +162,7 @@ class SlabScan:
     def _empty(self, *arguments):
         x, memory, kernels = self._parts(arguments)
         time, size = x.f.shape[1], self.size(x)
-        count = 0 if self._at_once(kernels) else 2 if kernels else (time + size - 1) // size + 1
+        count = 0 if kernels else (time + size - 1) // size + 1
         return [*self._empty_results(x, memory, kernels), *(part.new_empty(count, *part.shape) for part in memory)]
 
     def _backward(self, grads, wanted, *arguments):
@@ -184,7 +179,7 @@ class SlabScan:
             before, given = Terms(*(part[number] for part in borders)), self._cut(x, piece)
             pull = [None if d is None else d[:, piece] for d in d_reads]
             d_memory, parts = self._slab_gradients(before, kernels, given, asked, pull, d_memory)
-            if self._at_once(kernels):
+            if kernels:
                 found = [part.contiguous() for part in parts]
                 continue
             found = found or [_total(x[n], along_time=n < self.time) for n in asked]
@@ -225,7 +220,7 @@ class SlabScan:
             return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors  # read once: checkpointing hands it out but once
         inputs, memory, borders = saved[: self.count], saved[self.count : -3], saved[-3:]
-        borders = [x.unsqueeze(0) for x in memory] if self._at_once(ctx.kernels) else borders
+        borders = [x.unsqueeze(0) for x in memory] if ctx.kernels else borders
         if torch.is_grad_enabled():
             return *again_differentiable(self.again, [*inputs, *memory], grads[:6]), None
         wanted = list(ctx.needs_input_grad[: self.count])

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fem.ops.common.precision import LEAST_PROVEN, nearly_equal
+from fem.ops.common.precision import LEAST_PROVEN
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Terms, beside
 
 LIGHT = 30.0  # log-weights up to here need no shift
@@ -97,19 +97,6 @@ def suspect(sums: Sums, floor: Tensor | float = 1.0) -> Bool[Tensor, ""]:
     lowest = torch.minimum(energy.amin(), lightest) if energy.numel() else lightest
     most = torch.maximum(heaviest, floor.amax()) if isinstance(floor, Tensor) else heaviest.clamp_min(floor)
     return ~((lowest >= LEAST_PROVEN[weight.dtype] * most.clamp_min(1)) & (heaviest < torch.inf))
-
-
-def looked_at(suspicion: Bool[Tensor, ""], f: Tensor, beta: Tensor, kernels: int) -> bool | None:
-    """Whether sums are suspected; None where kernels read values that hardly differ, of which F would lose digits.
-
-    Waits for the device, once where neither is the case.
-    """
-    if not kernels:
-        return bool(suspicion)
-    near = nearly_equal(f, beta)
-    if not bool(suspicion | near):
-        return False
-    return None if bool(near) else True
 
 
 def leaving(

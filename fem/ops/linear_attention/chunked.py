@@ -28,7 +28,7 @@ States = Float[Tensor, "b h dk d"]
 
 
 class _LinearScan(SlabScan):
-    name, Inputs, keeps_graph = "linear_attention", LinearInputs, True
+    name, Inputs = "linear_attention", LinearInputs
 
     def step(self, memory, x):
         if not by_kernels(*(part for part in x if part is not x.opens), *memory):

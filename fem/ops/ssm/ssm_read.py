@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem.ops.common.backend import found, portable, scan_backend, transformed
+from fem.ops.common.backend import portable, scan_backend, transformed
 from fem.ops.common.read import LOG_ZERO, NO_WEIGHT, Read, Terms, beside, log, read_free
 from fem.ops.common.scan import ScanCall, memory_before, read_pair, split_channels
 from fem.ops.common.slabs import SlabScan
-from fem.ops.common.sums import Sums, entering, leaving, looked_at, shift_for, suspect
+from fem.ops.common.sums import Sums, entering, leaving, shift_for, suspect
 from fem.ops.common.tokens import Tokens, filled
 from fem.ops.ssm.ssm_log_space import SsmInputs, ssm_by_prefixes, ssm_step
 from fem.ops.ssm.state_scan import state_scan
@@ -68,14 +68,13 @@ def ssm_terms(delta, A, B, C, D, v, f, beta, logs, call: ScanCall) -> tuple[Term
     dtype = call.dtype(delta, A, B, C, D, v, f)
     backend = scan_backend(call.backend, v.device, dtype, "triton")
     backend = "plain" if backend == "triton" and A.shape[-1] > MOST_STATES else backend
-    stateless = call.initial_state is None and not call.return_state
     logs = logs or (log(x.to(dtype)) for x in (delta, B, C))
-    one_way = partial(_ssm_one_way, A.to(dtype), D.to(dtype), backend, stateless)
+    one_way = partial(_ssm_one_way, A.to(dtype), D.to(dtype), backend)
     terms, state = call.both_ways(one_way, (delta, *logs, v, f), beta, widen=False)
     return terms, {name: part for name, part in state.items() if part.shape[-1]}
 
 
-def _ssm_one_way(A, D, backend, stateless, delta, log_delta, log_b, log_c, v, f, beta, tokens: Tokens, state, present):
+def _ssm_one_way(A, D, backend, delta, log_delta, log_b, log_c, v, f, beta, tokens: Tokens, state, present):
     """The read of the tokens up to each (before each, unless `present`), and the state after the last."""
     heads, keep = v.shape[2], None if tokens.keep is None else tokens.keep.unsqueeze(-1)
     delta, log_delta, v, f = (x.flatten(2) for x in (delta, log_delta, v, f))
@@ -85,7 +84,7 @@ def _ssm_one_way(A, D, backend, stateless, delta, log_delta, log_b, log_c, v, f,
         log_delta, log_b, log_c = (torch.where(keep, x, -math.inf) for x in (log_delta, log_b, log_c))
     a, skip, rate = A.flatten(0, 1).T, D.flatten(), beta.to(A.dtype).flatten()
     x = SsmInputs(delta, log_delta, log_b, log_c, tokens.start, v, f, a, skip, rate)
-    terms, after = _scanned(x if present else _before(x), state, backend, stateless and present)
+    terms, after = _scanned(x if present else _before(x), state, backend)
     if not present:
         terms = Terms(*(part[:, ::2] for part in terms))
     if keep is not None:  # a masked token does not even see itself through D
@@ -94,24 +93,23 @@ def _ssm_one_way(A, D, backend, stateless, delta, log_delta, log_b, log_c, v, f,
     return Terms(*map(by_heads, terms)), {name: by_heads(part) for name, part in after._asdict().items()}
 
 
-def _scanned(x: SsmInputs, state, backend: str, stateless: bool) -> tuple[Terms, Terms]:
-    """What every token reads, and the memory after the last: by our kernels, or by sums, which mamba-ssm may make."""
+def _scanned(x: SsmInputs, state, backend: str) -> tuple[Terms, Terms]:
+    """What every token reads, and the memory after the last: by kernels, or by sums."""
     shapes = [(x.v.shape[0], len(x.a), part.shape[-1]) for part in (x.delta, x.v, x.f)]
     memory = None if state is None else memory_before(state, x.delta, *shapes)
-    by_mamba = stateless and x.opens is None and found("mamba_ssm")
-    if backend == "triton" and not (by_mamba or portable() or transformed(*x, *(memory or ()))):
+    if backend == "triton" and not (portable() or transformed(*x, *(memory or ()))):
         one = torch.compiler.is_compiling() and x.delta.shape[1] == 1  # inductor fuses it with what stands around it
         if x.delta.numel() and not one:
             from fem.ops.ssm.fused_ssm import states_by_kernels  # by Triton, which the library does not require
 
             return states_by_kernels(memory, x)
     x = x._replace(a=x.a.contiguous(), v=x.v.to(x.delta.dtype), f=x.f.to(x.delta.dtype))
-    return SSM_SCAN(memory or memory_before(None, x.delta, *shapes), backend, x, stateless=True)
+    backend = "plain" if backend == "triton" else backend  # the sums have no kernels of their own
+    return SSM_SCAN(memory or memory_before(None, x.delta, *shapes), backend, x)
 
 
 def _before(x: SsmInputs) -> SsmInputs:
-    """Every token twice: one that decays what was before and reads it, and one that is added to it, without a decay, as
-    mamba-ssm cannot."""
+    """Every token twice: one that decays what was before and reads it, and one that is added to it, without a decay."""
     twice = SsmInputs(*(y if n > 6 or y is None else y.repeat_interleave(2, 1) for n, y in enumerate(x)))
     adds = (torch.arange(twice.v.shape[1], device=x.v.device) % 2 == 1)[:, None]
     return twice._replace(
@@ -137,17 +135,15 @@ class _SsmScan(SlabScan):
         shift = shift_for(memory, highest, heights.amax(1, keepdim=True), x.beta, light=0.0).about(x.f, x.beta, 1)
         weight, energy = (x.log_delta + (heaviest - shift.weight)).exp(), shift.exponent(x.f, x.beta).exp()
         items = Sums(beside(weight, x.v) * x.v, beside(weight, x.f) * energy, weight)
-        rows, last = _summed(kernels, x, into, out, items, entering(memory, shift, x.beta))
+        widths, first = [part.shape[-1] for part in items], torch.cat(entering(memory, shift, x.beta), -1)
+        sums = state_scan(x.delta, x.a, into, out, torch.cat(items, -1), x.opens, first)
+        rows, last = (Sums(*part.split_with_sizes(widths, -1)) for part in sums)
         own = Sums(x.v, energy, torch.ones_like(weight))
         rows, level = _with_skip(rows, shift.weight + most, own, x.skip)
 
-        goes_on = not kernels  # mamba-ssm does not return the last states, which nobody reads then
-        suspicion = suspect(rows) | suspect(last) if goes_on else suspect(rows)
-        suspected = looked_at(suspicion, x.f, x.beta, kernels)
-        if suspected is None:
-            return None
+        suspected = bool(suspect(rows) | suspect(last))
         read, doubt = leaving(rows, shift._replace(weight=level), x.beta, suspected=suspected)
-        after, lost = leaving(last, shift, x.beta, suspected=suspected) if goes_on else (memory, None)
+        after, lost = leaving(last, shift, x.beta, suspected=suspected)
         held = memory.log_weight > NO_WEIGHT
         if doubt is not None:
             entered = held.any(1, keepdim=True) | ((weight > 0).cumsum(1) > 0)
@@ -169,17 +165,6 @@ def _scaled(log_x: Tensor) -> tuple[Tensor, Tensor]:
     return (log_x - most).exp(), most
 
 
-def _summed(kernels: int, x: SsmInputs, into: Tensor, out: Tensor, items: Sums, first: Sums) -> tuple[Sums, Sums]:
-    """The sums of every token over its states, weighted `out`, and the last states, from the first."""
-    widths = [part.shape[-1] for part in items]
-    columns, state = torch.cat(items, -1), torch.cat(first, -1)
-    if kernels:
-        rows, last = _by_mamba(columns, x.delta, x.a, into, out), state
-    else:
-        rows, last = state_scan(x.delta, x.a, into, out, columns, x.opens, state)
-    return Sums(*rows.split_with_sizes(widths, -1)), Sums(*last.split_with_sizes(widths, -1))
-
-
 def _with_skip(rows: Sums, before: Tensor, own: Sums, skip: Tensor) -> tuple[Sums, Tensor]:
     """The sums with a token's own items through the skip, and the logarithm of the weights that they are relative to.
 
@@ -189,20 +174,3 @@ def _with_skip(rows: Sums, before: Tensor, own: Sums, skip: Tensor) -> tuple[Sum
     recalled, present = (before - level).exp(), skip * (-level).exp()
     pairs = zip(rows, own)
     return Sums(*(beside(recalled, part) * part + beside(present, part) * item for part, item in pairs)), level
-
-
-def mamba_kernel(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """y_t = sum_n c_tn h_tn, h_tn = e^{delta_t a_n} h_{t-1,n} + delta_t b_tn u_t, for u, delta, y (B, D, T), a (D, N),
-    b and c (B, N, T), by mamba-ssm."""
-    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
-
-    return selective_scan_fn(u, delta, a, b, c)
-
-
-def _by_mamba(items: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """y: mamba-ssm's kernel multiplies its inputs by delta, which items have been already."""
-    streams = items.shape[-1] // a.shape[-1]
-    time_last = lambda x: x.transpose(1, 2).contiguous()  # noqa: E731
-    steps = delta.repeat(1, 1, streams)
-    u = torch.where(steps > 0, items / torch.where(steps > 0, steps, 1), 0)
-    return time_last(mamba_kernel(*map(time_last, (u, steps)), a.T.repeat(streams, 1), *map(time_last, (b, c))))
