@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
+from fem.arguments import check_flags
 from fem.ops.common.backend import exporting, transformed
 from fem.ops.common.kept_first import Order, kept_first
 from fem.ops.common.tokens import Tokens, read_tokens, whole_rows
@@ -48,14 +49,11 @@ class Call(NamedTuple):
     @classmethod
     def open(cls, layer, x, attention_mask, segment_ids, state: MixerState | None, return_state: bool) -> Call:
         check_call(layer, x, state, return_state)
-        before = None if state is None else state.cache_position
+        memory, hidden, before = {} if return_state else None, None, None
+        if state is not None:
+            memory, hidden, before = state.memory, state.conditioner, state.cache_position
         marks = tuple(x.shape[:2]), x.device, attention_mask, segment_ids
-        if before is None and not return_state:
-            tokens, position = whole_rows(*marks), None
-        else:
-            tokens, position = read_tokens(*marks, before)
-        memory = {} if return_state and state is None else None if state is None else state.memory
-        hidden = None if state is None else state.conditioner
+        tokens, position = (whole_rows(*marks), None) if memory is None else read_tokens(*marks, before)
         return cls(x, tokens, memory, hidden, position, layer.kind, return_state)
 
     def masked(self) -> Call:
@@ -90,8 +88,7 @@ def check_call(layer, x: Tensor, state: MixerState | None, return_state: bool) -
     """Raise unless x fits the layer and the state, if any, is one of its own for these rows."""
     config = layer.config
     check_tokens("x", x, f"(batch, time, n_embd = {config.n_embd})", config.n_embd, layer.value)
-    if not isinstance(return_state, bool):
-        raise TypeError(f"return_state must be True or False, got {return_state!r}.")
+    check_flags(return_state=return_state)
     if state is not None and not isinstance(state, MixerState):
         raise TypeError(f"state must be a MixerState that this layer returned, got a {type(state).__name__}.")
     if not config.causal and (state is not None or return_state):

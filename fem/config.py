@@ -348,6 +348,7 @@ class FreeEnergyMixerConfig:
         return sorted([config for config in eights if _off(config) <= _FOR_EIGHTS * target] or around, key=_off)[0]
 
 
+MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
 _DEFAULTS = {field.name: field.default for field in fields(FreeEnergyMixerConfig) if field.default is not MISSING}
 
 

@@ -114,7 +114,7 @@ class TwoLevelGate(nn.Module):
         self, mean: Tensor, free_energy: Tensor | None, inner: Tensor | None, outer: Tensor | None
     ) -> Float[Tensor, "*t h d"]:
         """o, from the logits of lambda and g, by operations of PyTorch."""
-        u = self.mix(Read(mean, free_energy), self._lambda(inner))
+        u = self._mix(mean, free_energy, self._lambda(inner))
         if outer is None:
             return u
         a = self._by_heads(outer)
@@ -135,9 +135,8 @@ class TwoLevelGate(nn.Module):
     def _gate(self, a: Float[Tensor, "*t h d"]) -> Float[Tensor, "*t h d"]:
         return F.softplus(a) / math.log(2) if self.per_head else normed_softplus(a, self.config.eps)
 
-    def mix(self, read: Read, lambda_: Tensor | None) -> Float[Tensor, "*t h d"]:
+    def _mix(self, mean: Tensor, free_energy: Tensor | None, lambda_: Tensor | None) -> Float[Tensor, "*t h d"]:
         """u = (1 - lambda) mean + lambda F; of split values [mean, F]; else F, or the mean without it.       (Eq. 7)"""
-        mean, free_energy = read
         if free_energy is None:
             return mean
         if self.config.free_share is not None:

@@ -16,7 +16,7 @@ import torch
 
 from fem import PRIORS
 from fem.extras import installed
-from fem.provenance import CONFIG, check_output, hardware, now, provenance, versions, write_json
+from fem.provenance import CONFIG, PAGE, RESULTS, check_output, hardware, now, provenance, versions, write_json
 from fem.recipes import listed, require_some_of
 from fem.tables import markdown_table
 
@@ -56,8 +56,8 @@ def examine(output: Path, only: str | None = None) -> dict:
             outcomes[name] = found = end.result()
             print(f"{name}: {found['ended']}, {found['seconds']:.0f} s")
             results["verdict"] = verdict(device, outcomes)
-            write_json(output / "results.json", results)  # what is done stays, whatever becomes of the other steps
-            (output / "report.md").write_text(page(results), encoding="utf-8")
+            write_json(output / RESULTS, results)  # what is done stays, whatever becomes of the other steps
+            (output / PAGE).write_text(page(results), encoding="utf-8")
     finally:
         pool.shutdown(cancel_futures=True)  # an interrupted run starts no further step
     return results

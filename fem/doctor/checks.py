@@ -168,12 +168,11 @@ def layers(device: torch.device) -> Iterator[Row]:
         config = FreeEnergyMixerConfig(
             **{"n_embd": 256, "n_head": 4, "fem_dim": 128, "qk_dim": 256, "use_conv": False} | fields
         )
-        for what, run in (("outputs and gradients", _fused), ("captured train step", _captured)):
-            if device.type == "cuda" or run is _fused:
-                yield outcome(what, partial(run, *_layer_in_bfloat16(config, device, name)), layer=name)
-        if config.causal:
-            made = _layer_in_bfloat16(config, device, name)
-            yield outcome("token by token", partial(_token_by_token, *made), layer=name)
+        runs = {"outputs and gradients": _fused}
+        runs |= {"captured train step": _captured} if device.type == "cuda" else {}
+        runs |= {"token by token": _token_by_token} if config.causal else {}
+        for what, run in runs.items():
+            yield outcome(what, partial(run, *_layer_in_bfloat16(config, device, name)), layer=name)
 
 
 def _layer_in_bfloat16(config, device, name: str) -> tuple[FreeEnergyMixer, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,13 +34,11 @@ def readings(model: nn.Module, inputs: Tensor) -> list[Reading]:
     fed: dict[nn.Module, tuple[tuple, dict]] = {}
     parts = readers(model)
     keep = lambda part, args, kwargs: fed.update({part: (args, kwargs)})  # noqa: E731
-    hooks = [part.register_forward_pre_hook(keep, with_kwargs=True) for part in parts]
     model.eval()
-    try:
+    with ExitStack() as undo:
+        for part in parts:
+            undo.enter_context(part.register_forward_pre_hook(keep, with_kwargs=True))
         model(inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [
         part.inspect(args[0]) if isinstance(part, FreeEnergyMixer) else part.inspect(*args, **kwargs)
         for part, (args, kwargs) in ((part, fed[part]) for part in parts)

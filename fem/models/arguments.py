@@ -137,7 +137,7 @@ class Inputs(NamedTuple):
             return self.documents()
         compiling, masked = torch.compiler.is_compiling(), self.attention_mask is not None
         by_pairs = masked and not self.masks_tokens  # says itself what a token sees
-        looks = isinstance(self.past, int) and (not (masked or cached) or not (by_pairs or compiling))
+        looks = not (masked or cached) or not (by_pairs or compiling)
         if (documents := self.documents() if looks else self.segment_ids) is None:
             return None
         whole = not masked or (self.masks_tokens and not compiling and bool((self.attention_mask == 1).all()))

@@ -177,15 +177,15 @@ def _placed(cache: Cache, layer: int, places: dict[type, Callable], wanted, reas
         layers.append(DynamicLayer())
     held = layers[layer]
     if type(held) in places and (not held.is_initialized or held.get_seq_length() == 0):
-        layers[layer] = places[type(layers[layer])]()
-    if not isinstance(layers[layer], wanted):
+        held = layers[layer] = places[type(held)]()
+    if not isinstance(held, wanted):
         empty = "DynamicCache or StaticCache" if StaticLayer in places else "DynamicCache"
         raise ValueError(
             f"past_key_values must be an empty {empty}, or one that this model has filled, got "
-            f"{type(layers[layer]).__name__} in layer {layer}, as {reason}; leave past_key_values and "
-            "cache_implementation out and the model makes one."
+            f"{type(held).__name__} in layer {layer}, as {reason}; leave past_key_values and cache_implementation out "
+            "and the model makes one."
         )
-    return layers[layer]
+    return held
 
 
 class FEMCache(DynamicCache):

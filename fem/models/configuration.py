@@ -12,13 +12,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fem.arguments import check_flags
 from fem.checks import finite_number, positive_int, unknown_field
-from fem.config import FreeEnergyMixerConfig, build_config
+from fem.config import MIXER_FIELDS, FreeEnergyMixerConfig, build_config
 from fem.models.engines.obstacles import attends, layer_type, obstacle_to_pages
 from fem.models.engines.parallel import tensor_plan
 from fem.models.opener import OpensWithFEM
 from fem.prior_table import PRIORS, ROTARY
 
-MIXER_FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
 ATTENTION_NAMES = {"sliding_window": "window", "attention_dropout": "dropout"}  # as other models' configs have them
 MODEL_NAMES = {
     "n_embd": "hidden_size",

@@ -50,16 +50,12 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
     _check_model(model, mixers)
     ring = _Ring(mesh)
     with ExitStack() as undo:
-
-        def hook(register, function, **options) -> None:
-            undo.callback(register(function, **options).remove)
-
-        hook(model.register_forward_pre_hook, _check_call, with_kwargs=True)
+        undo.enter_context(model.register_forward_pre_hook(_check_call, with_kwargs=True))
         for mixer in mixers:
-            hook(mixer.register_forward_pre_hook, ring.go_on, with_kwargs=True)
+            undo.enter_context(mixer.register_forward_pre_hook(ring.go_on, with_kwargs=True))
             if mixer.conditioner is not None:
-                hook(mixer.conditioner.register_forward_pre_hook, ring.take_hidden)
-                hook(mixer.conditioner.register_forward_hook, ring.give_hidden)
+                undo.enter_context(mixer.conditioner.register_forward_pre_hook(ring.take_hidden))
+                undo.enter_context(mixer.conditioner.register_forward_hook(ring.give_hidden))
             read = ring.read_gathered if isinstance(mixer.prior, SoftmaxPrior) else ring.read_handed_on
             mixer.prior.read = partial(read, mixer.prior)
             undo.callback(delattr, mixer.prior, "read")
@@ -120,9 +116,9 @@ class _Ring:
         dist.recv(into, group=self.group, group_src=self.rank + step)
         return into
 
-    def gather(self, x: Tensor, **options) -> Tensor:
-        """All parts of x (B, T, ..) up to this one."""
-        row = DTensor.from_local(x, self.mesh, [Shard(1)]).full_tensor(**options)
+    def gather(self, x: Tensor) -> Tensor:
+        """All parts of x (B, T, ..) up to this one; in the backward pass what processes ask of a part is added up."""
+        row = DTensor.from_local(x, self.mesh, [Shard(1)]).full_tensor(grad_placements=[Partial()])
         return row[:, : (self.rank + 1) * x.shape[1]]
 
     def take(self, like: list[Tensor]) -> list[Tensor]:
@@ -179,7 +175,7 @@ class _Ring:
         """`SoftmaxPrior.read` of the own queries over the keys and values of all parts up to this one."""
         q, k = prior.queries_and_keys(features, tokens.position)
         parts = [k, v] if free_values is None else [k, v, free_values]
-        gathered = self.gather(torch.cat(parts, -1), grad_placements=[Partial()])
+        gathered = self.gather(torch.cat(parts, -1))
         keep = torch.ones_like(tokens.document) if tokens.keep is None else tokens.keep
         keep, document = self.gather(torch.stack([keep, tokens.document], -1)).unbind(-1)
         k, v, *free = gathered.split([part.shape[-1] for part in parts], -1)

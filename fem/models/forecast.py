@@ -86,8 +86,7 @@ class FEMForecaster(BaseModel):
             **TRAINING | {"scaler_type": scaler} | training,
         )
         self.without_units = without_units
-        fields = {"n_embd": hidden_size, "n_head": n_heads, "prior_type": prior_type, **(mixer or {})}
-        config = build_config(**fields)
+        config = build_config(**{"n_embd": hidden_size, "n_head": n_heads, "prior_type": prior_type, **(mixer or {})})
         self.patch_len = patch_len
         columns = 1 + self.hist_exog_size + self.futr_exog_size
         patches = -(-input_size // patch_len)
@@ -129,8 +128,7 @@ class FEMForecaster(BaseModel):
         if self.future is not None:
             known = slice(-self.futr_exog_size, None)
             future = (windows_batch["futr_exog"][:, y.shape[1] :] - center[..., known]) / spread[..., known]
-            future = F.pad(future, (0, 0, 0, -self.h % self.patch_len))
-            future = self.future(future.unflatten(1, (-1, self.patch_len)).flatten(2))
+            future = self.future(self._patches(F.pad(future, (0, 0, 0, -self.h % self.patch_len))))
             z = torch.cat([z, future], 1)
             observed = F.pad(observed, (0, future.shape[1]), value=True)
         if self.static is not None:

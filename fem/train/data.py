@@ -165,7 +165,7 @@ def texts_of(recipe: TrainRecipe, part: IterableDataset, field: str) -> Iterator
     except (CastError, KeyError) as error:  # the latter by datasets 4
         told = f"data must be files of the same fields, got {recipe.data!r} with a file of others."
         raise ValueError(told) from error
-    except (GeneratorExit, ValueError):
+    except ValueError:
         raise
     except Exception as error:
         if local_files(recipe.data) is None:

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -122,16 +123,14 @@ def read_statistics(model: PreTrainedModel, row: Row) -> dict[str, float]:
     inner = [gate.inner for gate in model.modules() if isinstance(gate, TwoLevelGate) and gate.inner is not None]
     lambdas: list[float] = []
     keep = lambda _, x, y: lambdas.append(y.float().sigmoid().mean().item())  # noqa: E731
-    hooks, training = [part.register_forward_hook(keep) for part in inner], model.training
     if inner:
-        try:
+        with ExitStack() as undo:
+            undo.callback(model.train, model.training)
+            for part in inner:
+                undo.enter_context(part.register_forward_hook(keep))
             model.eval()
             shown = {name: x[None].to(model.device) for name, x in row.items() if name != "labels"}
             model(**shown, logits_to_keep=1)
-        finally:
-            model.train(training)
-            for hook in hooks:
-                hook.remove()
         statistics["lambda_mean"] = sum(lambdas) / len(lambdas)
     fallbacks.reset()
     return statistics

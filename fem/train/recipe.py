@@ -97,8 +97,8 @@ class TrainRecipe:
         """The fields of `FEMConfig` that differ from the preset's."""
         try:
             fields = json.loads(self.model)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"model_fields must be a JSON object, got {self.model!r}.") from error
+        except json.JSONDecodeError:
+            fields = None
         if not isinstance(fields, dict):
             raise ValueError(f"model_fields must be a JSON object, got {self.model!r}.")
         return fields

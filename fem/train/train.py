@@ -269,10 +269,8 @@ class TextTrainer(SavingTrainer):
 
     def __init__(self, **options):
         self.hides_documents = isinstance(options["model"], FEMForCausalLM)
+        super().__init__(**options, compute_loss_func=None if self.hides_documents else next_token_loss)
         if not self.hides_documents:  # libraries differ in what they do with accumulated steps
-            options["compute_loss_func"] = next_token_loss
-        super().__init__(**options)
-        if not self.hides_documents:
             self.model_accepts_loss_kwargs = False
         if self.eval_dataset:  # in whole batches, of which accelerate would else repeat rows
             blank = {name: full_like(x, IGNORED) if name == "labels" else x for name, x in self.eval_dataset[0].items()}

@@ -134,11 +134,12 @@ def replaced_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]
 def _split_by_heads(model: PreTrainedModel) -> dict[str, str]:
     """The model's tensor-parallel plan, with the free energy of every attention whose heads it splits."""
     plan = dict(model._tp_plan or {})
-    for path in [path for path, part in model.named_modules() if isinstance(part, FreeEnergyHead)]:
+    heads = {path: part for path, part in model.named_modules() if isinstance(part, FreeEnergyHead)}
+    for path, head in heads.items():
         place = re.sub(r"\.\d+", ".*", path)
         attention = place.removesuffix("free_energy")
         if "rowwise" in {style for name, style in plan.items() if name.startswith(attention)}:  # the output map's
-            own = of_heads(model.get_submodule(path).gate.config)
+            own = of_heads(head.gate.config)
             plan |= {f"{place}.{name}": style for name, style in own.items()}
     return plan
 

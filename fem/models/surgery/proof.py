@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from logging import INFO, WARNING
 
@@ -31,9 +32,12 @@ def disagreements(model: nn.Module, compare: dict[str, Callable]) -> list[str]:
         if (reason := compare[path](module, args, kwargs, output)) is not None:
             reasons[path] = f"{path or 'it'} ({type(module).__name__}): {reason}"
 
-    modules, training = dict(model.named_modules()), {module: module.training for module in model.modules()}
-    handles = [modules[path].register_forward_hook(partial(note, path), with_kwargs=True) for path in compare]
-    try:
+    modules = dict(model.named_modules())
+    with ExitStack() as undo:
+        for path in compare:
+            undo.enter_context(modules[path].register_forward_hook(partial(note, path), with_kwargs=True))
+        for module in modules.values():
+            undo.callback(setattr, module, "training", module.training)
         model.eval()
         for name, part in modules.items():
             inside = f"{name}." if name else ""
@@ -47,11 +51,6 @@ def disagreements(model: nn.Module, compare: dict[str, Callable]) -> list[str]:
                 raise
             except Exception as error:
                 failed = f"; on random inputs {type(part).__name__} says {type(error).__name__}: {error}"
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, mode in training.items():
-            module.training = mode
     if waiting:
         said = "%d of %d attentions of %s are replaced without being run and compared before%s."
         logger.log(WARNING if failed else INFO, said, len(waiting), len(compare), type(model).__name__, failed)

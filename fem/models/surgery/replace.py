@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 
 from torch import nn
 
 from fem.arguments import check_flags
 from fem.checks import unknown_field
-from fem.config import FreeEnergyMixerConfig
+from fem.config import MIXER_FIELDS
 from fem.models.surgery.graft import apply, survey
-
-FIELDS = {field.name for field in fields(FreeEnergyMixerConfig)}
 
 
 def replace_attention(
@@ -63,8 +60,8 @@ def replace_attention(
             "model must be replaced before it gets adapters, as these save none of the free energy: call "
             "replace_attention first, then get_peft_model with modules_to_save=['beta', 'inner'] in its config."
         )
-    for name in config.keys() - FIELDS:
-        raise unknown_field("replace_attention", name, config[name], ["preserve", "layers", *sorted(FIELDS)])
+    for name in config.keys() - MIXER_FIELDS:
+        raise unknown_field("replace_attention", name, config[name], ["preserve", "layers", *sorted(MIXER_FIELDS)])
     check_flags(preserve=preserve)
     layers = list(layers) if isinstance(layers, Iterable) else layers
     if layers is not None and (not isinstance(layers, list) or len(set(layers)) != len(layers) or not layers):
