@@ -131,8 +131,8 @@ class MixerState:
         if not isinstance(target, torch.dtype):
             device = as_device("target", target)
             return self._map(lambda tensor: tensor.to(device))
-        if not target.is_floating_point:
-            raise TypeError(f"a state can be cast to a floating dtype, got {target}; its integers never change.")
+        if not target.is_floating_point or target.itemsize < 2:
+            raise TypeError(f"a state can be cast to a floating dtype of 16 bits or more, got {target}.")
         if target == torch.float16 and any(name.endswith("shift") for name in self._named()):
             raise ValueError(
                 f"a softmax state of {self.dtype} on a CPU holds exp(beta v), which has no range in float16; read the "

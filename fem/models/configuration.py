@@ -246,6 +246,8 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
         """
         if not given:
             return
+        if not isinstance(given, dict):
+            raise TypeError(f"rope_parameters must be a dict, as transformers has it, got {given!r}.")
         theta = self.mixer.get("rope_theta")
         rope = {"rope_type": "default", "rope_theta": 10000.0 if theta is None else theta, **given}
         if rope["rope_type"] not in ("default", *ROPE_KINDS):
@@ -290,6 +292,8 @@ class FEMConfig(CheckedConfig, PreTrainedConfig):
     def _check_sizes(self):
         self.check_sizes(SIZES, ("rms_norm_eps", "initializer_range"))
         check_flags(tie_word_embeddings=self.tie_word_embeddings, use_cache=self.use_cache)
+        if not isinstance(self.layer_priors, list | tuple | None):
+            raise TypeError(f"layer_priors must be a list of one entry per layer, got {self.layer_priors!r}.")
         if self.layer_priors is not None and len(self.layer_priors) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_priors must have one entry per layer, num_hidden_layers = {self.num_hidden_layers}, "

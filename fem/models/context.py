@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -87,12 +88,13 @@ def _check_call(model: nn.Module, args: tuple, kwargs: dict) -> None:
             f"context_parallel reads in the exact form, got attn_implementation={model.config._attn_implementation!r}; "
             'call model.set_attn_implementation("exact") first.'
         )
-    if kwargs.get("labels") is not None:
+    given = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
+    if given.get("labels") is not None:
         raise ValueError(
             "labels cannot be shifted within a part of a row; pass shift_labels=own_part(next_tokens(ids), mesh)."
         )
     for name in ("position_ids", "cu_seq_lens_q"):
-        if kwargs.get(name) is not None:
+        if given.get(name) is not None:
             raise ValueError(f"{name} cannot be given where rows are split; mark documents by segment_ids.")
 
 

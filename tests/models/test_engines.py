@@ -369,6 +369,7 @@ def test_one_part_is_the_whole_row_and_afterwards_the_model_is_as_before(prior, 
     [
         ({"labels": tokens(1, 4)}, "pass shift_labels"),
         ({"position_ids": torch.arange(4)[None]}, "mark documents by segment_ids"),
+        ({"by place": (None, torch.arange(4)[None])}, "mark documents by segment_ids"),
         ({"use_cache": True}, "use_cache=False"),
         ({"shift_labels": next_tokens(tokens(1, 4)), "engine": "sdpa"}, "exact form"),
     ],
@@ -377,7 +378,7 @@ def test_what_a_part_cannot_be_given_is_refused(given, said, mesh):
     model, given = small_model(), dict(given)
     model.set_attn_implementation(given.pop("engine", "exact"))
     with context_parallel(model, mesh), pytest.raises(ValueError, match=said):
-        model(tokens(1, 4), **given)
+        model(tokens(1, 4), *given.pop("by place", ()), **given)
 
 
 def layer(prior=None, **fields) -> FreeEnergyMixer:

@@ -136,6 +136,8 @@ TABLE = [
     (config, {"layer_priors": ["softmax", "sofmax"]}, ValueError, "prior_type must be one of"),
     (config, {"layer_priors": ["softmax", {"windw": 5}]}, TypeError, "did you mean 'window'"),
     (config, {"layer_priors": ["softmax", 5]}, TypeError, "layer_priors"),
+    (config, {"layer_priors": 2}, TypeError, "layer_priors must be a list of one entry per layer, got 2"),
+    (config, {"rope_parameters": "yarn"}, TypeError, "rope_parameters must be a dict, .* got 'yarn'"),
     (config, {"layer_priors": ["softmax", {"n_embd": 5}]}, ValueError, "n_embd"),
     (config, {"prior_type": "attention"}, ValueError, "prior_type must be one of"),
     (config, {"prior_type": 5}, ValueError, "prior_type must be one of .*; got 5"),

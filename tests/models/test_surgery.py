@@ -397,6 +397,7 @@ def test_a_replaced_model_has_shapes_without_values():
         ({"layers": 3}, "layers must be a list of indices"),
         ({"layers": []}, "layers must be a list of indices"),
         ({"layers": [0, 0]}, "layers must be .* each once"),
+        ({"layers": [[0]]}, r"layers must be indices below 3, .* got \[0\]"),
         ({"preserve": "no"}, "preserve must be True or False, got 'no'"),
         ({"lamda_init": 1.0}, "lamda_init.*did you mean 'lambda_init'"),
         ({"perserve": False}, "perserve.*did you mean 'preserve'"),

@@ -64,7 +64,9 @@ def replace_attention(
         raise unknown_field("replace_attention", name, config[name], ["preserve", "layers", *sorted(MIXER_FIELDS)])
     check_flags(preserve=preserve)
     layers = list(layers) if isinstance(layers, Iterable) else layers
-    if layers is not None and (not isinstance(layers, list) or len(set(layers)) != len(layers) or not layers):
+    if layers is not None and (
+        not isinstance(layers, list) or len(set(map(repr, layers))) != len(layers) or not layers
+    ):
         raise ValueError(f"layers must be a list of indices, each once, or None for all, got {layers!r}.")
     saved = list(dict.fromkeys(_saved_by_themselves(model)))
     if layers is not None and saved and saved[0] is not model:
