@@ -72,7 +72,7 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
     Mutant("scans read log-weights of hundreds in float32", PRECISION,
            "2.0, 64.0, 16.0", "2.0, 64.0, 1e9", EDGES, READS),
     Mutant("a state space holds rows next to the end of float32", "fem/ops/ssm/ssm_read.py",
-           "LEAST_SHIFT = -25.0", "LEAST_SHIFT = -85.0", "tests/ops/test_composed.py"),
+           "LEAST_SHIFT = -25.0", "LEAST_SHIFT = -85.0", EDGES),
     Mutant("doubtful rows of linear attention raise no flag", "fem/ops/linear_attention/scan_kernels.py",
            "    if tl.max(unproven.to(tl.int32)) > 0:", "    if tl.max(unproven.to(tl.int32)) > 1:",
            f"{SCANS} -k cannot_prove"),

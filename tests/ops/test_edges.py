@@ -258,3 +258,14 @@ def test_a_nan_in_one_row_costs_the_other_no_digits(name):
     for got, wanted in zip(spoilt.read(), alone):
         assert got[1].isnan().any()
         torch.testing.assert_close(got[0], wanted[0], rtol=3e-7, atol=0)
+
+
+def test_no_gradient_of_a_state_space_that_weighs_next_to_nothing_overflows():
+    """Its skip of 0 would weigh e^101 times as much as what it has kept."""
+    call = make("ssm", 17)
+    weak = {name: 1e-22 * call.arguments[name] for name in "BC"}
+    leaves = call.set(D=torch.zeros_like(call.arguments["D"]), **weak).leaves(torch.float32)
+    read = leaves.read()
+    assert all(
+        part.isfinite().all() for part in gradients_of(leaves, read, [torch.ones_like(x) for x in read]).values()
+    )

@@ -129,52 +129,37 @@ def through_scores(log_s, log_z, value, energy, mean_slope, free, d_mean, d_free
 
 
 @launched
-def doubtful_tokens_kernel(
-    q, k, g, opens, v, f, scheme, beta, raised, doubtful, mean, free, time, heads, v_batch, v_row, v_head, f_batch,
-    f_row, f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, KEYS: tl.constexpr, DECAYS: tl.constexpr,
-    COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
+def doubtful_kernel(
+    q, k, g, opens, v, f, scheme, beta, raised, doubtful, log_weight, mean, free, time, heads, v_batch, v_row, v_head,
+    f_batch, f_row, f_head, CELLS: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr,
+    KEYS: tl.constexpr, DECAYS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write the mean and F of the marked tokens: a program has every so many tokens of a head."""
+    """Write the mean and F of the marked tokens: a program has every so many tokens of a head.
+
+    CELLS: of the marked key channels (B, H, KEY), and their weights, which they have kept in the end: the read of a
+    query that is 1 there.
+    """
     decay = tl.arange(0, WIDE if DECAYS > 1 else 1)
     head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     cell = batch * heads + head
     if tl.load(raised + cell) != 0:
         channel, column, wide, row = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), batch * time
         shift, narrow, _, rate, _ = load_scan_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
-        for t in range(tl.program_id(1), time, tl.num_programs(1)):
-            if tl.load(doubtful + cell * time + t) != 0:
-                entry = (row + t) * heads + head
-                _, value, energy = read_of_query(
-                    load_query(q, entry, KEY, wide), k, g, opens, v + batch * v_batch, f + batch * f_batch, shift,
-                    narrow, rate, t, row, head, heads, v_row, f_row, head * v_head, head * f_head, MEAN, FREE, KEY,
-                    KEYS, DECAYS, wide, column, channel, decay,
-                )  # fmt: skip
-                tl.store(mean + entry * MEAN + column, value, column < MEAN)
-                tl.store(free + entry * FREE + channel, energy, channel < FREE)
-
-
-@launched
-def doubtful_cells_kernel(
-    k, g, opens, v, f, scheme, beta, raised, doubtful, log_weight, mean, free, time, heads, v_batch, v_row, v_head,
-    f_batch, f_row, f_head, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, KEYS: tl.constexpr,
-    DECAYS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Write what the marked key channels (B, H, KEY) have kept in the end, the read of a query that is 1 there."""
-    decay = tl.arange(0, WIDE if DECAYS > 1 else 1)
-    head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    cell = batch * heads + head
-    if tl.load(raised + cell) != 0:
-        channel, column, wide, row = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), batch * time
-        shift, narrow, _, rate, _ = load_scan_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
-        for c in range(tl.program_id(1), KEY, tl.num_programs(1)):
-            entry = cell * KEY + c
-            if tl.load(doubtful + entry) != 0:
+        count = KEY if CELLS else time
+        for n in range(tl.program_id(1), count, tl.num_programs(1)):
+            if tl.load(doubtful + cell * count + n) != 0:
+                if CELLS:
+                    entry, t, query = cell * KEY + n, time - 1, tl.where(wide == n, 1.0, 0.0)
+                else:
+                    entry, t = (row + n) * heads + head, n
+                    query = load_query(q, entry, KEY, wide)
                 log_z, value, energy = read_of_query(
-                    tl.where(wide == c, 1.0, 0.0), k, g, opens, v + batch * v_batch, f + batch * f_batch, shift, narrow,
-                    rate, time - 1, row, head, heads, v_row, f_row, head * v_head, head * f_head, MEAN, FREE, KEY, KEYS,
-                    DECAYS, wide, column, channel, decay,
+                    query, k, g, opens, v + batch * v_batch, f + batch * f_batch, shift, narrow, rate, t, row, head,
+                    heads, v_row, f_row, head * v_head, head * f_head, MEAN, FREE, KEY, KEYS, DECAYS, wide, column,
+                    channel, decay,
                 )  # fmt: skip
-                tl.store(log_weight + entry, log_z)
+                if CELLS:
+                    tl.store(log_weight + entry, log_z)
                 tl.store(mean + entry * MEAN + column, value, column < MEAN)
                 tl.store(free + entry * FREE + channel, energy, channel < FREE)
 

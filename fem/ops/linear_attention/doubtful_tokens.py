@@ -7,7 +7,6 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fem.ops.common.read import Terms
 from fem.ops.linear_attention import doubtful_kernels as K
 from fem.ops.linear_attention.fla_read import ScanSizes, width_of
 
@@ -48,20 +47,15 @@ class Scan(NamedTuple):
         return heads, min(PROGRAMS, sizes.tiles(time)), batch
 
 
-def read_doubtful(
-    sizes: ScanSizes, scan: Scan, mean: Float[Tensor, "b t h dv"], free: Float[Tensor, "b t h df"]
-) -> None:
-    """Write the mean and F of the tokens in doubt."""
-    sizes.launch(
-        K.doubtful_tokens_kernel, scan.grid(sizes), *scan, mean, free, *scan.numbers, KEYS=KEYS, DECAYS=scan.decays
-    )
+def read_doubtful(sizes: ScanSizes, scan: Scan, log_weight: Float[Tensor, "b h dk"] | None, mean, free) -> None:
+    """Write the mean (B, T, H, d_v) and F (B, T, H, d_f) of the tokens in doubt.
 
-
-def read_doubtful_cells(sizes: ScanSizes, scan: Scan, memory: Terms) -> None:
-    """Write what key channels have kept after the last token, of those in doubt, which `scan.doubtful` marks."""
+    log_weight: of key channels in doubt instead, this too, as they are after the last token, (B, H, d_k, _).
+    """
     sizes.launch(
-        K.doubtful_cells_kernel, scan.grid(sizes), *scan[1:], *memory, *scan.numbers, KEYS=KEYS, DECAYS=scan.decays
-    )
+        K.doubtful_kernel, scan.grid(sizes), *scan, log_weight, mean, free, *scan.numbers, CELLS=log_weight is not None,
+        KEYS=KEYS, DECAYS=scan.decays,
+    )  # fmt: skip
 
 
 def through_doubtful(

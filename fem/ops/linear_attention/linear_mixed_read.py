@@ -27,7 +27,6 @@ from fem.ops.linear_attention import fla_read as scan
 from fem.ops.linear_attention.doubtful_tokens import (
     Scan,
     read_doubtful,
-    read_doubtful_cells,
     through_doubtful,
     through_doubtful_decays,
 )
@@ -200,11 +199,11 @@ def _read(
     doubtful = torch.empty(*raised.shape, x.shape[1], dtype=torch.bool, device=x.device)
     _, *read = scan.unpacked(sizes, sums, items[0], scheme, beta, raised, x.dtype, doubtful)
     doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful)
-    read_doubtful(sizes, doubt, *read)
+    read_doubtful(sizes, doubt, None, *read)
     if stated:
         cells = torch.empty(*raised.shape, form.key, dtype=torch.bool, device=x.device)
         memory = scan.unpacked(sizes, last, heaviest, scheme, beta, raised, last.dtype, cells, cells=True)
-        read_doubtful_cells(sizes, doubt._replace(doubtful=cells), memory)
+        read_doubtful(sizes, doubt._replace(doubtful=cells), *memory)
     logits = logits_of(gates, ups) if form.rank else gates
     o = launch_gate(*read, *logits, _split(form), eps, rows_apart=(_row(form, rest), None))
     kept = [rest, values if form.context else None, *items[:-1], scheme, beta, raised, doubtful, *read]
