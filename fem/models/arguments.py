@@ -76,7 +76,7 @@ class Inputs(NamedTuple):
     def mask(self) -> Tensor | None:
         """The part of the mask (B, T_past + T) that covers the new tokens; None where it keeps all of them.
 
-        Of a static cache only the device knows T_past, and the mask may begin anywhere.
+        Of a static cache only the device knows T_past: the mask may begin anywhere, or be as long as the cache.
         Raises ValueError on another shape, TypeError on floating numbers other than 0 and 1.
         """
         if (mask := self.attention_mask) is None:
@@ -91,12 +91,20 @@ class Inputs(NamedTuple):
                 f"got {tuple(mask.shape)}.{by_pairs}"
             )
         if not has_values(mask):
-            return mask[:, past:]
+            return self._of_new_tokens(mask)
         if mask.is_floating_point():  # as peft's prompt tuning makes it; rows of 0 are added to scores
             keep = mask == 1
             mask = keep if bool((keep | (mask == 0)).all() & keep.any(1).all()) else mask
-        mask = mask[:, past:]
+        mask = self._of_new_tokens(mask)
         return None if bool((mask == 1).all()) else mask  # a call without mask is the fastest
+
+    def _of_new_tokens(self, x: Tensor) -> Tensor:
+        """Those columns (B, T) of x that belong to the new tokens."""
+        time = self.x.shape[1]
+        if not isinstance(self.past, Tensor):
+            return x[:, self.past :]
+        first = self.past.clamp_max(x.shape[1] - time)
+        return x.index_select(1, first + torch.arange(time, device=x.device))
 
     def documents(self) -> Tensor | None:
         """The document of every token, (B, T); None where there is only one.
@@ -158,7 +166,7 @@ class Inputs(NamedTuple):
         if self.masks_tokens:
             kept = self.mask()
             mask = self.attention_mask.to(torch.bool if kept is None else kept.dtype)
-            return whole_rows(tuple(mask.shape), x.device, mask).position[:, past:]
+            return self._of_new_tokens(whole_rows(tuple(mask.shape), x.device, mask).position)
         return torch.arange(past, past + x.shape[1], device=x.device)[None].expand(x.shape[0], -1)
 
     def read_by_conditioner(self, documents: Tensor | None) -> Tokens:

@@ -28,10 +28,19 @@ from fem.state import MixerState
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"  # until transformers 5.24
 
 
-class MixerMemory(CacheLayerMixin):
+class ForgetsNothing:
+    """A layer of a cache whose state has read its tokens for good."""
+
+    is_croppable = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError("the state of a FEM layer cannot forget tokens, as assisted decoding asks; leave that out.")
+
+
+class MixerMemory(ForgetsNothing, CacheLayerMixin):
     """The state of one layer's mixer, and the number of tokens that it has seen, masked ones included."""
 
-    is_sliding = is_croppable = False
+    is_sliding = False
     supports_early_init = False
 
     def __init__(self):
@@ -70,9 +79,6 @@ class MixerMemory(CacheLayerMixin):
         if self.state is not None:
             rows = torch.arange(self.state.batch, device=self.state.device)
             self.batch_select_indices(rows.repeat_interleave(repeats))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError("the state of a FEM layer cannot forget tokens, as assisted decoding asks; leave that out.")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         raise TypeError(
@@ -122,7 +128,7 @@ class FixedMemory(MixerMemory):
         return copied
 
 
-class KeysBesideState(LinearAttentionAndFullAttentionLayer):
+class KeysBesideState(ForgetsNothing, LinearAttentionAndFullAttentionLayer):
     """transformers' layer of keys and a state, which by itself selects and repeats rows of the keys alone."""
 
     def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
@@ -131,6 +137,10 @@ class KeysBesideState(LinearAttentionAndFullAttentionLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
             self.reorder_cache(torch.arange(len(self.keys), device=self.device).repeat_interleave(repeats))
+
+
+class FixedKeysBesideState(ForgetsNothing, LinearAttentionAndStaticFullAttentionLayer):
+    """transformers' layer of a static cache's keys and a state."""
 
 
 def given_cache(past_key_values: Cache | None, cache: Any, keywords: dict) -> Cache | None:
@@ -164,14 +174,16 @@ def place_beside_keys(cache: Cache, layer: int) -> Float[Tensor, "b c"] | None:
     An empty layer is exchanged for transformers' own that keeps a state beside keys and values, in which
     `cache.update_recurrent_state` then writes. Raises ValueError on another kind of cache.
     """
-    static = LinearAttentionAndStaticFullAttentionLayer
-    places = {DynamicLayer: KeysBesideState, StaticLayer: lambda: static(cache.layers[layer].max_cache_len)}
-    held = _placed(cache, layer, places, (KeysBesideState, static), "the conditioner keeps a state beside the keys")
+    fixed = lambda: FixedKeysBesideState(cache.layers[layer].max_cache_len)  # noqa: E731
+    places, kinds = {DynamicLayer: KeysBesideState, StaticLayer: fixed}, (KeysBesideState, FixedKeysBesideState)
+    held = _placed(cache, layer, places, kinds, "the conditioner keeps a state beside the keys")
     return held.recurrent_states[0]
 
 
 def _placed(cache: Cache, layer: int, places: dict[type, Callable], wanted, reason: str) -> CacheLayerMixin:
     """A layer of a cache, of a `wanted` kind: an empty one of transformers is exchanged for its entry in `places`."""
+    if isinstance(cache, PagedAttentionCache):
+        raise ValueError(f"continuous batching keeps pages of keys and values, and {reason}; call generate instead.")
     layers = cache.layers
     if layer == len(layers):
         layers.append(DynamicLayer())

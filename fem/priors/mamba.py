@@ -111,7 +111,7 @@ class InteractiveMambaPrior(MambaPrior):
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
         f, rate = read_free(v, None, beta)
-        rate = rate.unsqueeze(-1).expand(-1, v.shape[-1]) if f is v else rate
+        rate = rate.unsqueeze(-1).repeat(1, v.shape[-1]) if f is v else rate
         terms, after = self._terms(features, v, f, rate, tokens, memory)
         with without_autocast(v.device):
             terms = mix_channels(softplus(self.mixing), terms, rate)

@@ -75,7 +75,9 @@ def test_a_scan_is_exported_again_with_other_sizes_after_a_reset():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("prior", "sizes"), [("softmax", ANY), (QUICK, {1: Dim.DYNAMIC})])
+@pytest.mark.parametrize(
+    ("prior", "sizes"), [("softmax", ANY), (QUICK, {1: Dim.DYNAMIC}), ("mamba_interactive", {1: Dim.DYNAMIC})]
+)
 def test_inductor_compiles_what_was_exported_ahead_of_time(prior, sizes, tmp_path):
     layer = lively(FreeEnergyMixer(FreeEnergyMixerConfig(n_embd=16, n_head=2, prior_type=prior, use_conv=False)))
     with torch.no_grad():

@@ -184,8 +184,9 @@ def test_a_static_cache_keeps_its_addresses_and_counts_on_the_device(prior, earl
     scan_model(ids[:, :5], past_key_values=cache)
     addresses = [[x.data_ptr() for x in layer.state.tensors()] for layer in cache.layers]
     copied = copy.deepcopy(cache)
-    for at in (5, 6):
-        scan_model(ids[:, at : at + 1], past_key_values=cache, attention_mask=torch.ones(2, at + 1))
+    for at, width in ((5, 6), (6, 9)):  # a mask of what was read, and one as long as the cache
+        mask = (torch.arange(width) <= at).long().expand(2, -1)
+        scan_model(ids[:, at : at + 1], past_key_values=cache, attention_mask=mask)
     assert [[x.data_ptr() for x in layer.state.tensors()] for layer in cache.layers] == addresses
     assert cache.is_compileable
     assert cache.get_seq_length().item() == 7
@@ -195,6 +196,15 @@ def test_a_static_cache_keeps_its_addresses_and_counts_on_the_device(prior, earl
     close(scan_model(ids[:, 5:], past_key_values=copied).logits, whole[:, 5:])
     cache.reset()
     close(scan_model(ids, past_key_values=cache).logits, whole)
+
+
+@pytest.mark.parametrize("mixer", SERVED.values(), ids=SERVED)
+def test_the_mask_of_an_engine_may_be_as_long_as_the_static_cache(mixer):
+    model, ids = small_model(mixer=mixer), tokens(2, 6)
+    model.set_attn_implementation("sdpa")
+    cache, mask = StaticCache(config=model.config, max_cache_len=9), (torch.arange(9) <= 5).long().expand(2, -1)
+    model(ids[:, :5], past_key_values=cache)
+    close(model(ids[:, 5:], past_key_values=cache, attention_mask=mask).logits, model(ids).logits[:, 5:])
 
 
 ONE_GRAPH = """

@@ -11,7 +11,7 @@ from clients.survey import build
 from originals import GROUPED, PADDED, Attention, decoder
 from small_models import VOCABULARY, small_config, small_model, tokens
 from torch import nn
-from transformers import Cache, GenerationConfig
+from transformers import Cache, DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from fem import replace_attention
@@ -43,6 +43,13 @@ def served(use):
     model = small_model()
     model.set_attn_implementation("sdpa")
     return use(model)
+
+
+def cropped(kind, model):
+    """A cache of keys beside states, from which tokens are to be taken."""
+    cache = kind(config=model.config, **({"max_cache_len": 8} if kind is StaticCache else {}))
+    model(IDS, past_key_values=cache)
+    cache.crop(-2)
 
 
 def attended(engine, **given):
@@ -219,6 +226,10 @@ TABLE = [
     (served, {"use": lambda m: m.generate_batch([[5, 3]], GenerationConfig(max_new_tokens=2))}, ValueError, "conditio"),
     (served, {"use": lambda m: m(IDS, attention_mask=ONES[0].outer(ONES[0])[None, None])}, ValueError, "conditioner"),
     (served, {"use": lambda m: m(IDS, past_key_values=SLIDING)}, ValueError, "conditioner"),
+    *(
+        (served, {"use": partial(cropped, kind)}, ValueError, "cannot forget tokens")
+        for kind in (DynamicCache, StaticCache)
+    ),
     # Presets.
     (lambda: preset("fem-sm-7b"), {}, ValueError, "preset must be one of"),
     (lambda: preset("fem-sm-tiny", mlp="wide"), {}, ValueError, "mlp must be one of narrowed, kept; got 'wide'"),

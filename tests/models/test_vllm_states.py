@@ -67,6 +67,10 @@ STAND_INS = {
     "vllm.model_executor.layers.mamba.abstract": {"MambaBase": type("MambaBase", (), {})},
     "vllm.model_executor.layers.mamba.mamba_utils": {"get_temporal_copy_spec": None},
     "vllm.model_executor.models.interfaces": {"HasInnerState": type("A", (), {}), "IsHybrid": type("B", (), {})},
+    "vllm.v1.attention.backend": {"AttentionCGSupport": SimpleNamespace(NEVER="never")},
+    "vllm.v1.attention.backends.linear_attn": {
+        name: type(name, (), {}) for name in ("LinearAttentionBackend", "LinearAttentionMetadataBuilder")
+    },
     "vllm.v1.attention.backends.registry": {"MambaAttentionBackendEnum": SimpleNamespace(LINEAR="linear")},
 }
 
@@ -87,11 +91,14 @@ def drawn(fields):
     return lively(FEMForCausalLM(FEMConfig(**SIZES, **fields)), size=0.2)
 
 
-def inside_vllm(states, model):
+def inside_vllm(states, model, ranks=1, cache_dtype="auto", drafts=None):
     config = FEMConfig(**model.config.to_dict())
-    parallel = SimpleNamespace(tensor_parallel_size=1)
-    model_config = SimpleNamespace(hf_config=config, dtype=torch.float32)
-    vllm_config = SimpleNamespace(model_config=model_config, parallel_config=parallel, cache_config=None)
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config, dtype=torch.float32),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        speculative_config=drafts,
+    )
     inside = states.FEMStatesForCausalLM(vllm_config=vllm_config).eval()
     inside.load_weights(model.state_dict().items())
     for block in inside.fem.model.layers:
@@ -164,6 +171,24 @@ def test_what_slots_cannot_hold_is_refused_by_name(states, monkeypatch, fields, 
     assert obstacle_to_states(config).startswith(reason)
     with pytest.raises(ValueError, match=reason):
         inside_vllm(states, FEMForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    "name, options, said",
+    [
+        ("linear", {"ranks": 2}, "tensor_parallel_size must be 1"),
+        ("linear", {"drafts": object()}, "speculative_config must be left out"),
+        ("hybrid", {"cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto' or 'bfloat16' .* got 'fp8'"),
+    ],
+)
+def test_what_states_cannot_follow_is_refused(states, name, options, said):
+    with pytest.raises(ValueError, match=said):
+        inside_vllm(states, FEMForCausalLM(FEMConfig(**SIZES, **MODELS[name])), **options)
+
+
+def test_no_cuda_graph_holds_what_the_host_decides(states):
+    mixer = inside_vllm(states, drawn(MODELS["linear"])).fem.model.layers[0].mixer
+    assert mixer.get_attn_backend().get_builder_cls()._cudagraph_support == "never"
 
 
 def test_a_checkpoint_of_another_model_is_refused(states):

@@ -64,6 +64,15 @@ def obstacle_to_states(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def check_cache_dtype(config: PreTrainedConfig, dtype: str) -> None:
+    """Raise ValueError where vLLM's cache has another range of numbers than [v | e] of its attention layers needs."""
+    if dtype not in ("auto", "bfloat16") and any(attends(mixer) and mixer.use_lse for mixer in config.mixer_configs()):
+        raise ValueError(
+            "kv_cache_dtype must be 'auto' or 'bfloat16' for layers with a free energy, whose cache holds exponentials "
+            f"of values, got {dtype!r}."
+        )
+
+
 def keeps_tokens(mixer: FreeEnergyMixerConfig) -> bool:
     """Whether the layer keeps keys and values, so that its state grows."""
     return issubclass(PRIORS[mixer.prior_type], SoftmaxPrior)

@@ -9,7 +9,7 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.utils import set_weight_attrs
 
 from fem.gates import Temperature
-from fem.models.engines.obstacles import obstacle_to_pages, obstacle_to_states
+from fem.models.engines.obstacles import check_cache_dtype, obstacle_to_pages, obstacle_to_states
 from fem.models.engines.parallel import check_heads
 
 
@@ -22,6 +22,7 @@ class FEMForCausalLM(TransformersForCausalLM):
                 f"{reason.partition(';')[0]}; serve this model with "
                 """--hf-overrides '{"architectures": ["FEMStatesForCausalLM"]}', by slots for states."""
             )
+        check_cache_dtype(config, vllm_config.cache_config.cache_dtype)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def recursive_replace(self) -> None:

@@ -20,11 +20,13 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend, LinearAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from fem.config import FreeEnergyMixerConfig
 from fem.mixer import FreeEnergyMixer
-from fem.models.engines.obstacles import attends, has_state, obstacle_to_states
+from fem.models.engines.obstacles import attends, check_cache_dtype, has_state, obstacle_to_states
 from fem.ops.common.tokens import Tokens, read_tokens
 from fem.state import CachePosition, MixerState
 
@@ -83,6 +85,18 @@ def rows_of(metadata) -> list[Rows]:
     return calls
 
 
+class SlotsBuilder(LinearAttentionMetadataBuilder):
+    """vLLM's own, but no CUDA graph can hold a step: `rows_of` decides on the host what is read together."""
+
+    _cudagraph_support = AttentionCGSupport.NEVER
+
+
+class SlotsBackend(LinearAttentionBackend):
+    @staticmethod
+    def get_builder_cls() -> type[SlotsBuilder]:
+        return SlotsBuilder
+
+
 class ServedMixer(FreeEnergyMixer, MambaBase):
     """A layer that takes the tokens of all running requests, each after its own state, which vLLM keeps.
 
@@ -99,6 +113,9 @@ class ServedMixer(FreeEnergyMixer, MambaBase):
         self.row = state_of_a_row(config, dtype)
         self.kv_cache = tuple(torch.empty(0) for _ in self.row)
         get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
+
+    def get_attn_backend(self) -> type[SlotsBackend]:
+        return SlotsBackend
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(x.shape) for x in self.row.values())
@@ -170,6 +187,9 @@ class FEMStatesForCausalLM(nn.Module, HasInnerState, IsHybrid):
             raise ValueError(f"FEMStatesForCausalLM cannot serve this model: {reason}")
         if ranks != 1:
             raise ValueError(f"tensor_parallel_size must be 1 for a model with states, got {ranks}.")
+        if vllm_config.speculative_config is not None:
+            raise ValueError("speculative_config must be left out: states cannot forget the tokens that are rejected.")
+        check_cache_dtype(config, vllm_config.cache_config.cache_dtype)
         self.fem = AutoModelForCausalLM.from_config(config, dtype=dtype)
         config._attn_implementation = PAGED
         for index, block in enumerate(self.fem.model.layers):
