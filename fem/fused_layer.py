@@ -32,6 +32,7 @@ from fem.priors import GatedLinearPrior, LinearPrior, Prior, SoftmaxPrior
 from fem.priors.kv_cache import append, within_window
 
 _MOST_TOKENS = 2**18  # a program along an axis of a grid has at least 4
+Kernel = tuple[bool, bool]  # of attention: whether it is flash attention, and whether it reads v and e apart
 DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has no float32
 
 
@@ -186,7 +187,7 @@ def gated(
 
 
 def _gated(
-    head, kernel: str, logits, q, k, v, causal, scale, seen: Sequence[Tensor] = (), mask: Tensor | None = None
+    head, kernel: Kernel, logits, q, k, v, causal, scale, seen: Sequence[Tensor] = (), mask: Tensor | None = None
 ) -> Float[Tensor, "b t h d"]:
     """`gated` by that kernel of attention, which `_kernel_of_parts` names."""
     from fem.ops.softmax.fused.gated_read import gated_read  # by Triton, which the library does not require
@@ -194,7 +195,7 @@ def _gated(
 
     heads, width, free = q.shape[2], v.shape[3], 0 if head.beta is None else v.shape[3]
     sizes = heads, k.shape[2], q.shape[3], width
-    form = Form(*sizes, free, free > 0, causal, False, logits[1] is not None, 0, 0, *_called(kernel))
+    form = Form(*sizes, free, free > 0, causal, False, logits[1] is not None, 0, 0, *kernel)
     start, theta = (0.0, None) if head.beta is None else (head.beta.start, head.beta.theta)
     options = Options(form, q.shape[3] ** -0.5 if scale is None else scale, head.gate.config.eps, start)
     *parts, inner, outer = (x if x is None else x.to(DTYPE) for x in (q, k, v, *logits))
@@ -202,7 +203,7 @@ def _gated(
     return gated_read(options, *parts, *by_heads, theta, seen, mask)
 
 
-def _kernel_of_parts(head, x: Tensor, sizes: tuple[int, ...], causal: bool, bounded: bool = False) -> str | None:
+def _kernel_of_parts(head, x: Tensor, sizes: tuple[int, ...], causal: bool, bounded: bool = False) -> Kernel | None:
     """The kernel of attention by which `gated` reads parts like x of these sizes; None: it does not."""
     theta, parts = ([], [head.gate]) if head.beta is None else ([head.beta.theta], [head.gate, head.beta])
     if not _takes(x, head.gate) or any(map(watched, parts)) or not plain_tensors(x, *theta):
@@ -246,7 +247,7 @@ def _bounded(layer, call: Call) -> bool:
     return padded or layer.config.window is not None or call.tokens.document is not None
 
 
-def _kernel_of(layer, call: Call) -> str | None:
+def _kernel_of(layer, call: Call) -> Kernel | None:
     config, (mean, free, _) = layer.config, _widths(layer.config)
     sizes = config.n_head, config.kv_heads, config.key_width, mean, free, config.causal
     return _kernel(call.x.device.index or 0, *sizes, _bounded(layer, call))
@@ -258,15 +259,8 @@ def _softmax_options(layer, call: Call):
 
     config, gate, widths = layer.config, layer.gate, _widths(layer.config)
     sizes = (config.n_head, config.kv_heads, config.key_width, *widths, config.causal, config.use_rope)
-    form = Form(
-        *sizes, gate.outer is not None, config.gate_rank or 0, config.context_width, *_called(_kernel_of(layer, call))
-    )
+    form = Form(*sizes, gate.outer is not None, config.gate_rank or 0, config.context_width, *_kernel_of(layer, call))
     return Options(form, config.key_width**-0.5, config.eps, config.beta_max_init)
-
-
-def _called(kernel: str) -> tuple[bool, bool]:
-    """Whether it is flash attention, and whether it reads v and e apart."""
-    return kernel.startswith("flash"), kernel.endswith("twice")
 
 
 def _linear_options(layer):
@@ -314,22 +308,22 @@ def _first_maps(layer) -> list[nn.Module]:
 @torch.compiler.assume_constant_result
 def _kernel(
     device: int, heads: int, kv_heads: int, key_width: int, mean: int, free: int, causal: bool, bounded: bool
-) -> str | None:
-    """The attention of a call, with ", twice" where it reads v and e apart: FlexAttention where anything but causality
-    bounds the keys. None: no kernel of torch takes these widths."""
+) -> Kernel | None:
+    """The attention of a call: FlexAttention where anything but causality bounds the keys, else flash attention or
+    cuDNN's. None: no kernel of torch takes these widths."""
     from fem.ops.softmax.fused.fused_attention import kernel_for, wishes
 
     if bounded:
-        twice = ", twice" if min(mean, free) and mean + free > WIDEST else ""
-        return None if key_width % 2 or max(key_width, mean, free) > WIDEST else f"flex{twice}"
+        twice = min(mean, free) > 0 and mean + free > WIDEST
+        return None if key_width % 2 or max(key_width, mean, free) > WIDEST else (False, twice)
     fit = lambda width: kernel_for(  # noqa: E731
         torch.device("cuda", device), torch.bfloat16, heads, kv_heads, key_width, width, causal, wishes()
     )
     whole = fit(mean + free)
     if whole is not None or not min(mean, free):
-        return whole
+        return None if whole is None else (whole == "flash", False)
     apart = {fit(mean), fit(free)}
-    return None if len(apart) > 1 or None in apart else f"{apart.pop()}, twice"
+    return None if len(apart) > 1 or None in apart else ("flash" in apart, True)
 
 
 def _tables(prior: Prior, call: Call) -> Sequence[Float[Tensor, "#b t p"] | Float[Tensor, "t p"] | None]:

@@ -188,13 +188,13 @@ def pose_as_cudnn() -> None:
     without = lambda order, **how: choose([one for one in order if one != cudnn], **how)  # noqa: E731
     as_wide = lambda x, y: x if x.shape[-1] == y.shape[-1] else x.new_empty(*x.shape[:-1], y.shape[-1])  # noqa: E731
 
-    def forward(q, k, values, scale, causal, kernel):
-        out, lse = attend(q, k, as_wide(values, k), scale, causal, "flash")
+    def forward(q, k, values, scale, causal, flash):
+        out, lse = attend(q, k, as_wide(values, k), scale, causal, True)
         return as_wide(out, values), lse
 
-    def backward(grad, q, k, values, out, lse, scale, causal, kernel):
+    def backward(grad, q, k, values, out, lse, scale, causal, flash):
         narrow = (as_wide(x, k) for x in (values, out))
-        d_q, d_k, d_values = attend_backward(as_wide(grad, k), q, k, *narrow, lse, scale, causal, "flash")
+        d_q, d_k, d_values = attend_backward(as_wide(grad, k), q, k, *narrow, lse, scale, causal, True)
         return [d_q, d_k, as_wide(d_values, values)]
 
     of_attention.sdpa_kernel = without

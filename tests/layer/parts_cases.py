@@ -39,7 +39,7 @@ def fused(monkeypatch):
 
 @pytest.mark.parametrize("name", ["slim, grouped, conditioner", "split", "a window", "a window in both directions"])
 def test_values_too_wide_for_one_call_of_attention_are_read_by_two(name, monkeypatch):
-    monkeypatch.setattr(fused_layer, "_kernel", lambda *sizes: "cudnn, twice")
+    monkeypatch.setattr(fused_layer, "_kernel", lambda *sizes: (False, True))
     layer, pieces, together = build(LAYERS[name]), [], fused_attention.together
     for module in (fused_attention, bounded_attention):
         monkeypatch.setattr(module, "together", lambda given: pieces.append(len(given)) or together(given))

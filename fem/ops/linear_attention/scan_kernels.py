@@ -18,7 +18,7 @@ SHARED: each channel reads both, so f is v.
 import triton
 import triton.language as tl
 
-from fem.ops.common import scan
+from fem.ops.common import precision, scan
 from fem.ops.common.launch import launched
 from fem.ops.common.triton_math import (
     LEAST_PROVEN,
@@ -36,9 +36,8 @@ LIGHT = tl.constexpr(30.0)  # log-weights up to here need no scale
 LOG_ZERO = tl.constexpr(-1e30)
 NO_WEIGHT = tl.constexpr(-1e29)
 FORGOTTEN = tl.constexpr(-104.0)  # e^-104 is 0 in float32; more would take digits of the decays, which fla adds up
-LEAST_BETA = tl.constexpr(0.1)  # below it, or at a smaller span of a head's values, float32 loses digits of gradients
-LOWEST_BETA = tl.constexpr(scan.LEAST_BETA)
-LEAST_SPAN = tl.constexpr(2.0)
+SMALLEST_BETA, SMALLEST_SPAN = tl.constexpr(precision.SMALLEST_BETA), tl.constexpr(precision.SMALLEST_SPAN)
+LEAST_BETA = tl.constexpr(scan.LEAST_BETA)
 INFINITE = tl.constexpr(float("inf"))
 LEAST_WEIGHT = tl.constexpr(2.0**-126)  # that has a reciprocal in float32
 
@@ -92,7 +91,7 @@ def scan_extremes_kernel(
         rate = tl.full((COLUMNS,), 1.0, tl.float32)
         if theta is not None:
             x = tl.load(theta + head * FREE + channel, channel < FREE, other=0.0).to(tl.float32)
-            rate = tl.maximum(exact_softplus(x + start), LOWEST_BETA)
+            rate = tl.maximum(exact_softplus(x + start), LEAST_BETA)
         tl.store(beta + head * FREE + channel, rate, channel < FREE)
 
 
@@ -158,7 +157,7 @@ def scan_scheme_kernel(
     if PRECISE and FREE > 0:
         least = tl.min(tl.where(there, rate, INFINITE))
         span = tl.max(tl.where(there, whole, -INFINITE)) - tl.min(tl.where(there, low, INFINITE))
-        if (least < LEAST_BETA) | (span * least < LEAST_SPAN):
+        if (least < SMALLEST_BETA) | (span * least < SMALLEST_SPAN):
             tl.store(raised + cell, 1)
     if STATED:
         for first in range(0, KEY, CELLS):

@@ -14,12 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fem.ops.common.backend import may_look
-from fem.ops.common.precision import upcast
+from fem.ops.common.precision import SMALLEST_BETA, upcast
 from fem.ops.common.read import Read
 
 _BLOCK = 1 << 18  # values at a time on a CPU, so that their exponentials stay in the cache
 _LIFT = 2.0**40  # p is scaled by it, so that terms which underflow are negligible even times the largest finite e
-_LEAST_BETA = 0.1  # from which on log R keeps F's digits as well as log1p
 
 
 def one_query_read(
@@ -72,7 +71,7 @@ def _above_largest_term(log_p, p, f, middle, beta) -> Float[Tensor, "b hkv g df"
 def _by_blocks(log_p, f, middle, beta) -> Float[Tensor, "b hkv g df"] | None:
     """By log sum_i p_i e^{beta (f_i - c)}, c the least mean, which by Jensen's inequality is at least 0; None where an
     exponential overflows or a beta is small."""
-    if beta.amin().item() < _LEAST_BETA:
+    if beta.amin().item() < SMALLEST_BETA:
         return None
     root = (log_p * 0.5).exp_()
     p, shift, total = (root * _LIFT).mul_(root), middle.amin(2, keepdim=True), 0.0

@@ -2,8 +2,7 @@
 
     h_tn = e^{delta_t a_n} h_{t-1,n} + b_tn u_t        y_t = sum_n c_tn h_tn
 
-Shapes are those of `sequential`: the items u have several streams of W columns. What a token does to the states stays
-in a core's cache.
+The items u have several streams of W columns. What a token does to the states stays in a core's cache.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import Tensor
 
 
 def state_scan(delta, a, b, c, u, opens, first) -> tuple[Tensor, Tensor]:
-    """`sequential_scan`, in the dtype of its inputs."""
+    """y and the states after the last token, in the dtype of its inputs."""
     return _StateScan.apply(delta, a, b, c, u, opens, first)
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fem.ops.softmax.fused import doubt_kernels as kernels
-from fem.ops.softmax.fused.layer_form import SPANS, Form, Sizes, row_stride, strides
+from fem.ops.softmax.fused.layer_form import SPANS, Form, Sizes
 
 
 class Proof(NamedTuple):
@@ -36,8 +36,8 @@ class Proof(NamedTuple):
 def settle(proof: Proof, exact, flags, gates, ups, o, scale, eps, form: Form, sizes: Sizes) -> None:
     """Compute the doubtful free energies: write them to `exact`, or where that is o, mixed and gated, to o."""
     kernels.doubtful_rows_kernel[sizes.spans](
-        *proof, exact, flags, *gates, *ups, o, *proof.sizes, sizes.tiles, scale, eps, *map(row_stride, proof[:2]),
-        *strides(proof.f), *map(row_stride, gates), **sizes.doubt, SHARED=form.shared, GATED=form.gated,
+        *proof, exact, flags, *gates, *ups, o, *proof.sizes, sizes.tiles, scale, eps, *(x.stride(1) for x in proof[:2]),
+        *proof.f.stride()[1:3], *(x.stride(1) for x in gates), **sizes.doubt, SHARED=form.shared, GATED=form.gated,
         MIXED=exact is o, RANK=form.rank, COLUMNS=sizes.mix["COLUMNS"], FLAGS=sizes.flags,
     )  # fmt: skip
 
@@ -72,14 +72,14 @@ def through_doubt(
     """Add to d_q and d_k what goes through doubtful entries, and where that is raised write it to d_v's f."""
     d_f, batch = d_v[..., form.width - form.free :], len(d_q)
     exact, d_free, _, query_parts, _ = doubtful
-    inputs, rows = (*proof, exact, flags, d_free), (*map(row_stride, proof[:2]), *strides(proof.f))
+    inputs, rows = (*proof, exact, flags, d_free), (*(x.stride(1) for x in proof[:2]), *proof.f.stride()[1:3])
     raised = flags.new_empty(batch, form.kv_heads)
     kernels.doubtful_queries_backward_kernel[sizes.spans](
-        *inputs, d_q, query_parts, *proof.sizes, sizes.tiles, scale, *rows, row_stride(d_q), **sizes.doubt,
+        *inputs, d_q, query_parts, *proof.sizes, sizes.tiles, scale, *rows, d_q.stride(1), **sizes.doubt,
         FLAGS=sizes.flags,
     )  # fmt: skip
     kernels.doubtful_keys_backward_kernel[(form.kv_heads, SPANS, batch)](
-        *inputs, d_k, d_f, raised, *proof.sizes, sizes.tiles, scale, *rows, row_stride(d_k), *strides(d_f),
+        *inputs, d_k, d_f, raised, *proof.sizes, sizes.tiles, scale, *rows, d_k.stride(1), *d_f.stride()[1:3],
         **sizes.doubt, FLAGS=sizes.group_flags,
     )  # fmt: skip
     return raised

@@ -63,11 +63,12 @@ def together(pieces: Sequence[Float[Tensor, "b t h _"]]) -> Float[Tensor, "b t h
 
 
 def kernel_attention(
-    q: Tensor, k: Tensor, values: Tensor, scale: float, causal: bool, kernel: str
+    q: Tensor, k: Tensor, values: Tensor, scale: float, causal: bool, flash: bool
 ) -> tuple[Float[Tensor, "b t h w"], Float[Tensor, "b h t"]]:
-    """p @ values and log sum_i e^{s_i} in float32, of (B, T, H, .) queries over (B, T, H_kv, .) keys and values."""
+    """p @ values and log sum_i e^{s_i} in float32, of (B, T, H, .) queries over (B, T, H_kv, .) keys and values;
+    by flash attention or cuDNN's."""
     q, k, values = (x.transpose(1, 2) for x in (q, k, values))
-    if kernel == "flash":
+    if flash:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, values, 0.0, causal, False, scale=scale)
     else:
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
@@ -85,12 +86,12 @@ def kernel_attention_backward(
     lse: Tensor,
     scale: float,
     causal: bool,
-    kernel: str,
+    flash: bool,
 ) -> list[Tensor]:
     """Gradients of q, k and the values, (B, T, H, .). The states of the random numbers are read by dropout alone."""
     time = q.shape[1]
     grad, q, k, values, out = (x.transpose(1, 2) for x in (grad, q, k, values, out))
-    if kernel == "flash":
+    if flash:
         state, unused = (lse.new_empty(n, dtype=torch.uint64) for n in (2, 0))
         grads = aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, values, out, lse, None, None, time, time, 0.0, causal, state, unused, scale=scale

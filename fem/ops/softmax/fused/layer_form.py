@@ -64,10 +64,6 @@ class Form(NamedTuple):
         return self.free > 0 or self.gated
 
     @property
-    def kernel(self) -> str:
-        return "flash" if self.flash else "cudnn"
-
-    @property
     def pieces(self) -> list[int]:
         """Columns of the values that one call of attention reads."""
         return [self.mean, self.free] if self.twice else [self.mean + self.free]
@@ -158,13 +154,3 @@ def sizes_of(form: Form, batch: int, time: int) -> Sizes:
 def rows_of_tile(form: Form) -> int:
     """Tokens of a tile."""
     return max(LEAST if form.rank else 1, form.tile // next_power_of_2(form.width))
-
-
-def row_stride(x: Tensor) -> int:
-    """Numbers from one token of (B, T, H, d) to the next, of rows that lie one after another."""
-    return x.stride(1)
-
-
-def strides(x: Tensor) -> tuple[int, int]:
-    """The same, and numbers from one head to the next."""
-    return x.stride(1), x.stride(2)

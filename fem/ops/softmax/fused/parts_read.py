@@ -19,7 +19,7 @@ from fem.ops.common.part_kernels import sum_all
 from fem.ops.softmax.fused import bounded_attention, fused_attention
 from fem.ops.softmax.fused import elementwise_kernels as K
 from fem.ops.softmax.fused.doubt import Doubt, Proof, settle, through_doubt
-from fem.ops.softmax.fused.layer_form import Form, Options, Sizes, row_stride, rows_of_tile, sizes_of, strides
+from fem.ops.softmax.fused.layer_form import Form, Options, Sizes, rows_of_tile, sizes_of
 
 
 class Beside(NamedTuple):
@@ -58,7 +58,7 @@ def read_parts(
         kept += [both, f] if form.apart else [both]
     values = both.split_with_sizes(form.pieces, -1) if form.twice else [both]
     if not seen:
-        outs, lses = zip(*(fused_attention.kernel_attention(q, k, x, scale, form.causal, form.kernel) for x in values))
+        outs, lses = zip(*(fused_attention.kernel_attention(q, k, x, scale, form.causal, form.flash) for x in values))
         out, lse = fused_attention.together(outs), lses[0]
     else:
         out, lse = bounded_attention.bounded_attention(q, k, values, scale, form.causal, seen, differentiated)
@@ -68,7 +68,7 @@ def read_parts(
     o = out.new_empty(*q.shape[:3], form.width)
     flags = torch.empty(batch, form.heads, sizes.tiles, dtype=torch.int32, device=o.device)
     K.mix_kernel[sizes.reads](
-        out, *gates, *ups, scheme, beta, o, flags, time, eps, *map(row_stride, gates), **sizes.mix
+        out, *gates, *ups, scheme, beta, o, flags, time, eps, *(x.stride(1) for x in gates), **sizes.mix
     )
     if not form.free:
         return [o, *kept, out, lse]
@@ -149,7 +149,7 @@ def through_parts(
         )
     d_outs, values = ([x] if not form.twice else x.split_with_sizes(form.pieces, -1) for x in (d_out, both))
     if not seen:
-        outs, how = out.split_with_sizes(form.pieces, -1), (lse, scale, form.causal, form.kernel)
+        outs, how = out.split_with_sizes(form.pieces, -1), (lse, scale, form.causal, form.flash)
         found = [
             fused_attention.kernel_attention_backward(grad, q, k, x, y, *how)
             for grad, x, y in zip(d_outs, values, outs)
@@ -168,8 +168,8 @@ def through_parts(
         d_eta = v.new_empty(v.shape)
     K.pack_backward_kernel[sizes.values](
         d_both, v, h, value_scale, f, scheme, beta, raised, to_v, d_eta, theta_parts,
-        parts_of(totals.values, math.prod(sizes.values[1:])), q.shape[1], row_stride(v), row_stride(h), *strides(f),
-        row_stride(to_v), **sizes.pack,
+        parts_of(totals.values, math.prod(sizes.values[1:])), q.shape[1], v.stride(1), h.stride(1), *f.stride()[1:3],
+        to_v.stride(1), **sizes.pack,
     )  # fmt: skip
     if to_q is not None:
         key_parts = parts_of(totals.keys, sizes.turns[0] // (form.heads + form.kv_heads))
@@ -198,7 +198,7 @@ def _through_gates(
     d_out = torch.empty_like(out)
     K.mix_backward_kernel[sizes.reads](
         grad, out, *inputs, *ups, scheme, beta, exact, flags, d_out, *outputs, parts, d_free, query_parts,
-        q.shape[1], eps, *map(row_stride, (*inputs, *outputs)), **sizes.mix,
+        q.shape[1], eps, *(x.stride(1) for x in (*inputs, *outputs)), **sizes.mix,
     )  # fmt: skip
     return d_out, _through_second_maps(gates, ups[::2], slim, d_gates) if form.rank else []
 
@@ -217,7 +217,7 @@ def _rotate(q, k, q_out, k_out, cos: Tensor | None, sin: Tensor | None, parts: T
     rows = q.shape[0] * q.shape[1]
     K.rotate_kernel[sizes.turns](
         q, k, q_out, k_out, cos, sin, parts, rows, rows if cos is None or cos.ndim == 3 else q.shape[1],
-        *map(row_stride, (q, k, q_out, k_out)), q.shape[2], k.shape[2], SIGN=sign, **sizes.rotate,
+        *(x.stride(1) for x in (q, k, q_out, k_out)), q.shape[2], k.shape[2], SIGN=sign, **sizes.rotate,
     )  # fmt: skip
 
 
@@ -231,13 +231,13 @@ def _launch_pack(
     beta = torch.empty(form.kv_heads, form.free, dtype=torch.float32, device=v.device)
     extremes, scheme = beta.new_empty(batch, sizes.parts[1], 2, channels), beta.new_empty(batch, 2, channels)
     K.extremes_kernel[sizes.parts](
-        v, h, scale, f, both, theta, beta, extremes, time, start, row_stride(v), row_stride(h), *strides(f),
+        v, h, scale, f, both, theta, beta, extremes, time, start, v.stride(1), h.stride(1), *f.stride()[1:3],
         **sizes.extremes,
     )  # fmt: skip
     if not form.free:
         return both, f, None, None
     K.pack_kernel[sizes.values](
-        v, f, extremes, beta, both, scheme, time, sizes.parts[1], row_stride(v), *strides(f), **sizes.pack,
+        v, f, extremes, beta, both, scheme, time, sizes.parts[1], v.stride(1), *f.stride()[1:3], **sizes.pack,
         PARTS=sizes.most_parts,
     )  # fmt: skip
     return both, f, beta, scheme
