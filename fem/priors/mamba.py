@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fem.config import FreeEnergyMixerConfig
+from fem.ops.common.backend import exporting
 from fem.ops.common.precision import softplus, upcast, without_autocast
 from fem.ops.common.read import read_free, read_of, rounded
 from fem.ops.ssm.mix_channels import mix_channels
@@ -111,7 +112,8 @@ class InteractiveMambaPrior(MambaPrior):
 
     def read(self, features, v, beta, tokens, memory, free_values=None):
         f, rate = read_free(v, None, beta)
-        rate = rate.unsqueeze(-1).repeat(1, v.shape[-1]) if f is v else rate
+        rate = rate.unsqueeze(-1).expand(-1, v.shape[-1]) if f is v else rate
+        rate = rate.clone() if exporting() else rate  # of a view AOTInductor writes a buffer twice (PyTorch 2.13)
         terms, after = self._terms(features, v, f, rate, tokens, memory)
         with without_autocast(v.device):
             terms = mix_channels(softplus(self.mixing), terms, rate)
