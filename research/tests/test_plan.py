@@ -130,7 +130,7 @@ def test_the_command_says_that_times_are_predictions():
     done = subprocess.run([sys.executable, "-m", "fem.cli", "plan", "--size", "tiny"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "PREDICTED" in done.stdout
-    assert "nothing of it ran on a GPU" in done.stdout
+    assert "none of this ran on a GPU" in done.stdout
 
 
 def test_the_paper_s_page_says_what_the_plan_says():

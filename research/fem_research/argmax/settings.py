@@ -18,13 +18,13 @@ class ArgmaxRecipe:
 
     form: str = option(
         "spread",
-        "spread, ours: every channel has a level and a width of its own, so that no constant wins; paper: the data of "
-        "Appendix P, where the constant 1 wins.",
+        "spread: every channel has a level and a width of its own, so that answering a constant fails; paper: the data "
+        "of Appendix P, where answering 1 wins.",
     )
     same: str = option(
         "parameters",
-        "What both readers have in common: as many parameters, attention's queries and keys being wider, or the prior, "
-        "queries and keys as wide as the values, as in Appendix P.",
+        "What both readers have in common. parameters: as many, with wider queries and keys in attention; prior: queries "
+        "and keys as wide as the values, as in Appendix P.",
     )
     tokens: int = option(64, "Tokens T of an example.")
     channels: int = option(64, "Channels D of an example.")

@@ -9,6 +9,15 @@ from fem_research.plan.model import weights
 
 COUNTED = ("weights", "optimiser", "gradients")  # of the bytes that a GPU holds
 CACHES = (4096, 32768, 131072)
+WORDS = {
+    "gathered": "whole weights",
+    "arithmetic": "time: arithmetic",
+    "memory": "time: memory traffic",
+    "sharding": "time: messages of shards",
+    "splitting": "time: messages of split rows and heads",
+    "step": "shortest step",
+    "utilisation": "utilisation in the shortest step",
+}
 
 
 def table(job: Job) -> list[dict[str, str]]:
@@ -23,16 +32,16 @@ def table(job: Job) -> list[dict[str, str]]:
     line("parameters", f"{sum(w.count for w in weights(job.size, job.form)):,}", "counted")
     for name, size in held.items():
         how = "counted" if name in COUNTED else "counted, CPU" if name == "activations" else "formula"
-        line(f"memory of a GPU: {name}", gb(size), how)
+        line(f"memory of a GPU: {WORDS.get(name, name)}", gb(size), how)
     line("memory of a GPU", gb(sum(held.values())), "sum")
     line("longest row that fits", f"{cost.longest(job):,} tokens", "formula")
     line("operations a token", f"{cost.flops_per_token(job):.3g}", "formula")
     for name, size in cost.messages(job).items():
         if size:
-            line(f"bytes a step over {cost.wires(job)[name]}: {name}", gb(size), "formula, counted")
+            line(f"bytes a step over {cost.wires(job)[name]}: {name}", gb(size), "formula")
     forms = {"utilisation": "{:.0%}", "likely tokens a day": "{:.3g}"}
     for name, value in told.items():
-        line(name, forms.get(name, "{:.3f} s").format(value), "PREDICTED")
+        line(WORDS.get(name, name), forms.get(name, "{:.3f} s").format(value), "PREDICTED")
     for tokens in CACHES:
         held = cost.cache_bytes(job.size, job.form, tokens)
         line(f"cache of a row of {tokens:,}", f"{held / 1e6:,.0f} MB", "counted")
@@ -42,5 +51,5 @@ def table(job: Job) -> list[dict[str, str]]:
 def show(job: Job) -> None:
     show_table("What a training costs", table(job))
     print(cost.advice(job))
-    print("Times are predictions from data sheets; nothing of it ran on a GPU.")
+    print("Times are predictions from data sheets; none of this ran on a GPU.")
     print("What was counted: research/results/checks/plan.md")
