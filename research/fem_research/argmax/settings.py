@@ -23,8 +23,8 @@ class ArgmaxRecipe:
     )
     same: str = option(
         "parameters",
-        "What both readers have in common. parameters: as many, with wider queries and keys in attention; prior: queries "
-        "and keys as wide as the values, as in Appendix P.",
+        "What both readers have in common. parameters: as many, with wider queries and keys in attention; prior: "
+        "queries and keys as wide as the values, as in Appendix P.",
     )
     tokens: int = option(64, "Tokens T of an example.")
     channels: int = option(64, "Channels D of an example.")
