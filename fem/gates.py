@@ -94,7 +94,9 @@ class TwoLevelGate(nn.Module):
         The weights start N(0, 1e-7) and not at 0, as DoRA divides by the norms of their rows.
         """
         for gate in self.maps():
-            nn.init.normal_(gate.up.weight if isinstance(gate, SlimProjection) else gate.weight, std=1e-7)
+            last = gate.up if isinstance(gate, SlimProjection) else gate
+            last.std = 1e-7
+            last.reset_parameters()
 
     def forward(self, features: Float[Tensor, "*t f"] | list[Tensor | None], read: Read) -> Float[Tensor, "*t h d"]:
         """o = g ((1 - lambda) mean + lambda F), of the features or of the gates' logits.                (Eq. 11)"""

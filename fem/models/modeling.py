@@ -28,15 +28,16 @@ from fem.models.configuration import FEMConfig
 from fem.models.engines.attention import EXACT, attend, refuse_split_rows
 from fem.models.engines.obstacles import attends, keeps_tokens, layer_type, obstacle, obstacle_to_pages
 from fem.models.loss import IGNORED, cross_entropy, cross_entropy_of_logits, is_one_weight, next_tokens
+from fem.models.start import start, starts_itself
 from fem.ops.common.shared import Known, shared_by_layers
 from fem.ops.common.tokens import PLAIN, Tokens
 from fem.priors import Prior
 from fem.projection import Projection
 
 LORA = {"target_modules": ["query", "key", "value", "output"], "modules_to_save": ["beta", "inner"]}
-"""LoraConfig(**LORA): low-rank updates of the projections; beta and lambda, which are small and which attention lacks,
-are trained whole. Priors without queries have no "query" and "key". After `replace_attention`: the original's targets
-and the same modules_to_save.
+"""LoraConfig(task_type="CAUSAL_LM", **LORA): low-rank updates of the projections; beta and lambda, which are small and
+which attention lacks, are trained whole. Priors without queries have no "query" and "key". After `replace_attention`:
+the original's targets and the same modules_to_save.
 """
 
 
@@ -157,14 +158,11 @@ class FEMPreTrainedModel(PreTrainedModel):
         """The parts of mixers initialise themselves, transformers all else; loaded parameters are kept."""
         if isinstance(module, FEMBlock):
             module.largest.zero_()
-        if type(module).__module__.startswith("torch.") or not hasattr(module, "reset_parameters"):
+        if starts_itself(module):
+            start(module)
+        else:
             self._refuse_unknown_start(module)
             super()._init_weights(module)
-            return
-        loaded = [(p, p.clone()) for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
-        module.reset_parameters()
-        for parameter, value in loaded:
-            parameter.copy_(value)
 
     def _refuse_unknown_start(self, module: nn.Module) -> None:
         """Raise where a checkpoint lacks parameters of a prior's own, which hold whatever was in memory."""

@@ -270,6 +270,32 @@ class OutsideModel(transformers.LlamaForCausalLM):
     config_class = OutsideConfig
 
 
+@pytest.mark.parametrize("how", [{}, {"preserve": False, "prior_type": "mamba"}], ids=["preserved", "fresh"])
+@pytest.mark.parametrize("lacks", ["all", "what replaced attention"])
+def test_what_a_checkpoint_lacks_starts_as_in_a_new_replaced_model(how, lacks, tmp_path):
+    """On the meta device, whose memory holds anything once it is there; or beside weights of the original."""
+    new = replace_attention(decoder("llama"), **how)
+    new.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    ours = [name for name, _ in new.named_parameters() if "free_energy" in name or "mixer" in name]
+    model = copy.deepcopy(model).to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(torch.nan)
+            if lacks != "all" and name not in ours:
+                parameter.copy_(new.get_parameter(name))._is_hf_initialized = True
+    model.init_weights()
+    for name in ours:
+        found, wanted = model.get_parameter(name), new.get_parameter(name)
+        if wanted.std() == 0:
+            assert torch.equal(found, wanted), name
+        else:
+            assert 0.5 < found.std() / wanted.std() < 2, name
+    if lacks != "all":
+        assert all(torch.equal(x, new.get_parameter(n)) for n, x in model.named_parameters() if n not in ours)
+
+
 def test_classes_outside_transformers_are_loaded_by_passing_them(tmp_path):
     model = awake(replace_attention(lively(OutsideModel(OutsideConfig(**GROUPED)))))
     model.save_pretrained(tmp_path)

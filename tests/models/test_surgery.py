@@ -18,6 +18,7 @@ from originals import DECODERS, PADDED, Attention, bert, close, decoder, lively,
 from processes import printed
 from small_models import VOCABULARY, awake, small_config
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fem import replace_attention
@@ -439,3 +440,9 @@ def test_rows_that_torch_splits_for_its_own_attention_are_refused(which, monkeyp
     monkeypatch.setattr(F, "scaled_dot_product_attention", names["split"])
     with pytest.raises(ValueError, match="rows must not be split by torch's context_parallel"):
         model(tokens(1, 11))
+
+
+def test_a_model_that_is_split_over_processes_is_not_replaced(mesh):
+    model = fully_shard(decoder("llama"), mesh=mesh)
+    with pytest.raises(ValueError, match="must be replaced before its weights are split over processes"):
+        replace_attention(model)

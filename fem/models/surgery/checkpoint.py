@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import transformers
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from fem.mixer import FreeEnergyMixer
 from fem.models.engines.parallel import of_heads
 from fem.models.opener import OpensWithFEM
+from fem.models.start import start, starts_itself
 from fem.models.surgery.graft import apply
 from fem.models.surgery.head import FreeEnergyHead
 
@@ -124,11 +128,23 @@ def replaced_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]
         for call in calls:
             apply(model, **call)
             record(model, call)
+        for part in model.modules():  # each starts its own parts
+            if isinstance(part, PreTrainedModel):
+                part._init_weights = partial(_start, part._init_weights)
         model._tp_plan = _split_by_heads(model)
         return model
 
     members = {"__new__": build, "__module__": __name__, "config_class": ReplacedConfig}
     return type(architecture.__name__, (architecture,), members)
+
+
+def _start(theirs: Callable[[nn.Module], None], module: nn.Module) -> None:
+    """The original's `_init_weights`, but what replaced its attention starts as `replace_attention` has it."""
+    theirs(module)
+    if isinstance(module, (FreeEnergyHead, FreeEnergyMixer)):
+        for part in reversed(list(module.modules())):  # its own parts first
+            if starts_itself(part):
+                start(part)
 
 
 def _split_by_heads(model: PreTrainedModel) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fem.arguments import check_flags
 from fem.checks import unknown_field
@@ -59,6 +60,11 @@ def replace_attention(
         raise ValueError(
             "model must be replaced before it gets adapters, as these save none of the free energy: call "
             "replace_attention first, then get_peft_model with modules_to_save=['beta', 'inner'] in its config."
+        )
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            "model must be replaced before its weights are split over processes: replace and save it, then load it "
+            "with tp_plan, or shard it."
         )
     for name in config.keys() - MIXER_FIELDS:
         raise unknown_field("replace_attention", name, config[name], ["preserve", "layers", *sorted(MIXER_FIELDS)])
