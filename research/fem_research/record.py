@@ -165,12 +165,15 @@ def forecast(recipe: Mapping, results: Mapping) -> Iterator[Row]:
 
 
 def argmax(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    task = {"task": recipe["form"], "tokens": recipe["tokens"], "channels": recipe["channels"]}
     for name, found in results.get("argmax", {}).items():
-        task = {"task": recipe["form"], "tokens": recipe["tokens"], "channels": recipe["channels"]}
         for seed, hits in enumerate(found["hits"]):
             row = task | {"mixer": display(name), "n_head": recipe["heads"], "seed": recipe["seed"] + seed}
             row |= {score: found[score][seed] for score in ("index_accuracy", "mse", "error", "steps")}
             yield row | {"rate": recipe["learning_rate"], "score": hits}
+    for name, found in results.get("baselines", {}).items():
+        scores = {score: found[score] for score in ("index_accuracy", "mse", "error")}
+        yield task | {"mixer": name, "n_head": recipe["heads"], "score": found["hits"]} | scores
 
 
 def bench(recipe: Mapping, results: Mapping) -> Iterator[Row]:
@@ -268,6 +271,12 @@ def append(folder: Path, run: str, command: str, config: Mapping, results: Mappi
                 raise ValueError(
                     f"runs must have names of their own, got {run!r}, which {path.name} has of {row['command']!r}."
                 )
+        gone = sum(row["run"] == run for row in kept)
+        if gone > len(found):
+            raise ValueError(
+                f"runs must not replace more rows than they have, got {len(found)} of {run!r}, of which {path.name} "
+                f"has {gone}; give the folder another name."
+            )
         earlier = {row.get("date") for row in kept if row["run"] == run} - {row.get("date") for row in found}
         if earlier:
             note(f"the rows of {run!r} in {path.name} were made on {max(earlier)}; they are replaced.")

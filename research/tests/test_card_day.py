@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from fem.models.presets import count_parameters
 from fem.train.signals import Paused
-from fem_research.card_day import kernels, linux_text, long, table, table7, training
+from fem_research.card_day import kernels, layers, linux_text, long, table, table7, training
 from fem_research.card_day.__main__ import app
 from fem_research.card_day.recipe import ROWS, TrainingRecipe
 from fem_research.common.mixers import canonical
@@ -275,6 +275,28 @@ def test_a_signal_saves_and_the_same_command_goes_on(tokens, tmp_path, monkeypat
     kept = json.loads((tmp_path / f"{TINY.key}.json").read_text())
     assert (kept["finished"], kept["steps"]) == (False, 5)
     assert training.train(TINY, tokens, tmp_path)["finished"]
+
+
+@pytest.mark.parametrize(
+    "made, said",
+    [
+        (lambda: layers.LayersRecipe(modes=("compile",)), "modes must be from eager, .*; got 'compile'"),
+        (lambda: long.LongRecipe(parts=("layers",)), "parts must be from layer, model; got 'layers'"),
+        (lambda: table7.Table7Recipe(dtypes=("float64",)), "dtypes must be from bfloat16, float32; got 'float64'"),
+        (lambda: table7.Table7Recipe(modes=()), "modes must be from compiled, eager; got none"),
+    ],
+)
+def test_what_a_slice_cannot_measure_is_refused(made, said):
+    with pytest.raises(ValueError, match=said):
+        made()
+
+
+def test_a_damaged_file_of_cells_is_told(tmp_path):
+    recipe = long.LongRecipe(lengths=())
+    long.run(recipe, tmp_path)
+    (tmp_path / "results.json").write_text('{"cells": [')
+    with pytest.raises(ValueError, match=r"got a damaged .*results.json"):
+        long.run(recipe, tmp_path)
 
 
 @pytest.mark.slow

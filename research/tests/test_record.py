@@ -50,6 +50,13 @@ def test_tasks_of_mad_stand_in_the_record_in_the_order_of_the_run():
     assert [row["task"] for row in rows] == tasks
 
 
+def test_predictors_without_training_stand_in_the_record_of_argmax():
+    found = {"index_accuracy": 0.5, "mse": 0.1, "error": 1.0, "hits": 0.25}
+    recipe = {"form": "spread", "tokens": 64, "channels": 8, "heads": 4}
+    (row,) = EXPERIMENTS["argmax"](recipe, {"baselines": {"the best constant": found}})
+    assert (row["mixer"], row["score"], row["error"], row["n_head"]) == ("the best constant", 0.25, 1.0, 4)
+
+
 def test_the_demo_s_language_models_join_the_record_with_their_curves(tmp_path):
     recipe = {"seed": 3, "steps": 2, "batch_size": 4, "context": 8, "layers": 1, "mlp_width": 8, "vocabulary": 300}
     found = {"val_losses": [5.5], "parameters": 9, "tokens_per_second": 2.0}

@@ -73,6 +73,16 @@ def test_a_run_that_is_added_again_replaces_its_own_rows_alone(tmp_path, output,
     assert "the rows of 'one' in vision.csv were made on 2026; they are replaced" in capsys.readouterr().err
 
 
+def test_a_smaller_run_of_the_same_name_replaces_none(tmp_path, output):
+    run = made_up_run(tmp_path / "one")
+    add_runs([run], output)
+    found = {"vision": {"FEM": FOUND | {"accuracies": [0.5]}}}
+    (run / "results.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=r"got 1 of 'one', of which vision.csv has 2; give the folder another name"):
+        add_runs([run], output)
+    assert len(rows(output)) == 2
+
+
 def test_processes_that_add_at_once_lose_no_rows(tmp_path, output, monkeypatch):
     replacing = record.replacing
     monkeypatch.setattr(

@@ -76,7 +76,11 @@ def run(
         raise ValueError(
             f"output must hold cells of this recipe, got {str(folder)!r} with those of another; choose another."
         )
-    found = read_json(folder / RESULTS) or {"cells": []}
+    found = read_json(folder / RESULTS) if (folder / RESULTS).exists() else {"cells": []}
+    if found is None:
+        raise ValueError(
+            f"output must hold whole cells, got a damaged {str(folder / RESULTS)!r}; choose another folder."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, config)
     for key in keys:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fem.mixer import FreeEnergyMixer
+from fem.recipes import require_some_of
 from fem_research.bench.cases import Size
 from fem_research.bench.workloads import Attention, Workload, steps_of
 from fem_research.card_day import cells
@@ -40,6 +41,9 @@ class LayersRecipe:
     width: int = 1024
     heads: int = 16
     seconds: float = 0.5
+
+    def __post_init__(self):
+        require_some_of("modes", self.modes, MODES)
 
 
 def build(name: str, recipe: LayersRecipe) -> nn.Module:

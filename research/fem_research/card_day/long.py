@@ -14,12 +14,13 @@ from torch import nn
 
 from fem.models import FEMForCausalLM
 from fem.models.presets import preset
+from fem.recipes import require_some_of
 from fem.train.model import build_model
 from fem_research.bench.workloads import Attention
 from fem_research.card_day import cells
 from fem_research.common.blocks import build_mixer
 from fem_research.common.measure import Step
-from fem_research.common.mixers import fields_of
+from fem_research.common.mixers import canonical, fields_of
 from fem_research.common.names import display
 
 ATTENTION = "attention"  # as a layer torch's own; as a model, FEM's with all its parts off
@@ -41,6 +42,9 @@ class LongRecipe:
     vocabulary: int = 16384
     seconds: float = 2.0  # of a cell's repeated steps
     compile: bool = True  # train steps; prefills are eager, as in generation
+
+    def __post_init__(self):
+        require_some_of("parts", self.parts, PARTS)
 
 
 def steps_of(part: str, mixer: str, length: int, recipe: LongRecipe, device: torch.device) -> tuple[Step, Step, int]:
@@ -71,7 +75,7 @@ def steps_of(part: str, mixer: str, length: int, recipe: LongRecipe, device: tor
 
 
 def _of_model(mixer: str, length: int, recipe: LongRecipe, device: torch.device) -> tuple[Step, Step, int]:
-    fields = fields_of("softmax" if mixer == ATTENTION else mixer)
+    fields = fields_of("softmax" if mixer == ATTENTION else canonical(mixer))
     config = preset(
         "fem-sm-tiny",
         vocab_size=recipe.vocabulary,

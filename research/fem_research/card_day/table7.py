@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from fem.recipes import require_some_of
 from fem_research.bench.cases import TABLE7, Case, Size
 from fem_research.bench.workloads import COMPILED, workload
 from fem_research.card_day import cells
@@ -21,6 +22,7 @@ from fem_research.common.mixers import BASELINES, available
 BASELINE = "attention"
 OURS = ("attention", "attention+LTG", "FEM", "attention+LTG/r32", "FEM/r32", "attention+LTG/r32/s.5")
 MIXERS = tuple(dict.fromkeys([*OURS, "GLA", "GLA+LTG", "FEM-GLA", *TABLE7]))
+DTYPES, MODES = ("bfloat16", "float32"), ("compiled", "eager")
 NAMES = ("mixer", "dtype", "mode")
 EXPERIMENT = "card_table7"
 
@@ -30,8 +32,8 @@ class Table7Recipe:
     """What is measured; the defaults are the paper's sizes."""
 
     mixers: tuple[str, ...] = MIXERS
-    dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    modes: tuple[str, ...] = ("compiled", "eager")
+    dtypes: tuple[str, ...] = DTYPES
+    modes: tuple[str, ...] = MODES
     batch: int = 8
     time: int = 1024
     width: int = 768
@@ -39,6 +41,10 @@ class Table7Recipe:
     layers: int = 12
     seconds: float = 2.0
     tf32: bool = True
+
+    def __post_init__(self):
+        require_some_of("modes", self.modes, MODES)
+        require_some_of("dtypes", self.dtypes, DTYPES)
 
 
 def cell(mixer: str, dtype: str, mode: str, recipe: Table7Recipe, device: torch.device) -> dict:
