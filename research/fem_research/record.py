@@ -154,13 +154,16 @@ def vision(recipe: Mapping, results: Mapping) -> Iterator[Row]:
             yield row | {"parameters": found["parameters"], "images_per_second": found["images_per_second"]}
 
 
+NEURAL = ("dlinear", "patchtst", "itransformer", "femforecaster")  # which have settings of their own
+
+
 def forecast(recipe: Mapping, results: Mapping) -> Iterator[Row]:
     for found in results.get("forecast", ()):
+        given = mixer(found["model"], {"heads": recipe["heads"]}) | {"rate": recipe["learning_rate"]}
         for seed, mse in zip(found["seeds"], found["mses"], strict=True):
-            row = {"task": found["data"], "horizon": found["horizon"]} | mixer(
-                found["model"], {"heads": recipe["heads"]}
-            )
-            row |= {"seed": seed, "rate": recipe["learning_rate"], "score": mse, "lookback": found["lookback"]}
+            row = {"task": found["data"], "horizon": found["horizon"]}
+            row |= {"mixer": found["model"]} if found["model"] in NEURAL else given
+            row |= {"seed": seed, "score": mse, "lookback": found["lookback"]}
             yield row | {"parameters": found["parameters"], "mae": found["mae"], "cpu_seconds": found["cpu_seconds"]}
 
 
