@@ -13,7 +13,7 @@ from typing import Any
 
 from fem.provenance import in_words, note, replacing
 from fem_research.common.mixers import canonical, fields_of
-from fem_research.common.names import display
+from fem_research.common.names import NEURAL, display
 
 Row = dict[str, Any]
 FILES = {
@@ -154,15 +154,12 @@ def vision(recipe: Mapping, results: Mapping) -> Iterator[Row]:
             yield row | {"parameters": found["parameters"], "images_per_second": found["images_per_second"]}
 
 
-NEURAL = ("dlinear", "patchtst", "itransformer", "femforecaster")  # which have settings of their own
-
-
 def forecast(recipe: Mapping, results: Mapping) -> Iterator[Row]:
     for found in results.get("forecast", ()):
-        given = mixer(found["model"], {"heads": recipe["heads"]}) | {"rate": recipe["learning_rate"]}
+        ours = found["model"] not in NEURAL
+        backbone = {"n_head": recipe["heads"], "rate": recipe["learning_rate"]} if ours else {}
         for seed, mse in zip(found["seeds"], found["mses"], strict=True):
-            row = {"task": found["data"], "horizon": found["horizon"]}
-            row |= {"mixer": found["model"]} if found["model"] in NEURAL else given
+            row = {"task": found["data"], "horizon": found["horizon"]} | mixer(found["model"], {}) | backbone
             row |= {"seed": seed, "score": mse, "lookback": found["lookback"]}
             yield row | {"parameters": found["parameters"], "mae": found["mae"], "cpu_seconds": found["cpu_seconds"]}
 
@@ -264,22 +261,25 @@ def append(folder: Path, run: str, command: str, config: Mapping, results: Mappi
         by_file.setdefault(folder / f"{name}.csv", []).append({"run": run} | row | {"command": command})
     if by_file and (curves := [{"run": run} | row for row in curves_of(config, results)]):
         by_file[folder / f"{own}_curves.csv"] = curves
-    for path, found in by_file.items():
-        kept: list[Row] = []
+    stored: dict[Path, list[Row]] = {}
+    for path, found in by_file.items():  # all are asked before any is written
+        stored[path] = kept = []
         if path.exists():
             with open(path, newline="", encoding="utf-8") as file:
-                kept = list(csv.DictReader(file))
+                kept.extend(csv.DictReader(file))
         for row in kept:
             if row["run"] == run and row.get("command", command).split()[:2] != command.split()[:2]:
                 raise ValueError(
                     f"runs must have names of their own, got {run!r}, which {path.name} has of {row['command']!r}."
                 )
         gone = sum(row["run"] == run for row in kept)
-        if gone > len(found):
+        if gone > len(found) and "command" in found[0]:  # points of a curve may become fewer
             raise ValueError(
                 f"runs must not replace more rows than they have, got {len(found)} of {run!r}, of which {path.name} "
                 f"has {gone}; give the folder another name."
             )
+    for path, found in by_file.items():
+        kept = stored[path]
         earlier = {row.get("date") for row in kept if row["run"] == run} - {row.get("date") for row in found}
         if earlier:
             note(f"the rows of {run!r} in {path.name} were made on {max(earlier)}; they are replaced.")

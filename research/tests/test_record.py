@@ -57,6 +57,14 @@ def test_predictors_without_training_stand_in_the_record_of_argmax():
     assert (row["mixer"], row["score"], row["error"], row["n_head"]) == ("the best constant", 0.25, 1.0, 4)
 
 
+@pytest.mark.parametrize("model, rate", [("none", 6e-4), ("softmax+CLTG", 6e-4), ("dlinear", None)])
+def test_only_the_backbone_has_its_rate_and_heads(model, rate):
+    found = {"data": "ETTh1", "horizon": 96, "lookback": 336, "parameters": 9, "mae": 0.1, "cpu_seconds": 1.0}
+    found |= {"model": model, "seeds": [0], "mses": [0.3]}
+    (row,) = EXPERIMENTS["forecast"]({"heads": 8, "learning_rate": 6e-4}, {"forecast": [found]})
+    assert (row.get("rate"), row["n_head"]) == (rate, rate and 8)
+
+
 def test_the_demo_s_language_models_join_the_record_with_their_curves(tmp_path):
     recipe = {"seed": 3, "steps": 2, "batch_size": 4, "context": 8, "layers": 1, "mlp_width": 8, "vocabulary": 300}
     found = {"val_losses": [5.5], "parameters": 9, "tokens_per_second": 2.0}

@@ -112,6 +112,17 @@ def test_rows_without_any_token_return_the_output_bias_and_no_gradient(family):
     assert not [name for name, p in layer.named_parameters() if name != "output.bias" and p.grad.any()]
 
 
+@pytest.mark.parametrize("family, causal", [*some_pairs(FAMILIES, [True, False], 2), ("operator", True)])
+def test_gradients_match_finite_differences(family, causal):
+    layer, x = make_layer(causal=causal, **EVERY[family]), tokens(batch=1, time=5).requires_grad_()
+    direction, step = torch.randn_like(x), 1e-6
+    weights = torch.randn(1, 5, WIDTH, dtype=x.dtype)
+    (gradient,) = torch.autograd.grad((layer(x) * weights).sum(), x)
+    with torch.no_grad():
+        slope = ((layer(x + step * direction) - layer(x - step * direction)) * weights).sum() / (2 * step)
+    close((gradient * direction).sum(), slope, 1e-6)
+
+
 @families
 def test_without_causality_reversal_commutes_with_the_layer(family):
     """So that later tokens matter as earlier ones do."""
@@ -134,7 +145,7 @@ def test_every_ablation_runs_trains_and_streams(family, ablation):
         close(streamed(layer, x, [5, 1, 1, 6])[0], y)
 
 
-@pytest.mark.parametrize("family", PRIORS)
+@pytest.mark.parametrize("family", [*PRIORS, "softmax slim"])
 def test_the_conditioner_starts_silent_and_then_matters(family):
     torch.manual_seed(3)
     x = tokens(dtype=torch.float32)

@@ -99,6 +99,12 @@ def test_an_operator_reads_nothing_from_nothing(shape):
         assert y.shape == shape
 
 
+def test_rows_that_see_nothing_pass_no_gradient():
+    layer, x = with_operator(lambda z: z.cumsum(1)), 30 * tokens(dtype=torch.float32)
+    layer(x.requires_grad_(), torch.arange(13).expand(2, -1) > 5).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in [x, *layer.parameters()])
+
+
 def test_a_small_beta_keeps_the_digits_of_the_free_energy_and_of_its_gradients():
     """A masked token far away leaves the others as they are. At e785e87 F lost 7e-4, and beta's gradient all."""
     keep = torch.ones(2, 64, dtype=torch.bool)

@@ -206,7 +206,7 @@ def test_meta_layers_have_shapes_and_meet_no_real_tensors(family):
         layer(x)
 
 
-@pytest.mark.parametrize("family", PRIORS)
+@pytest.mark.parametrize("family", [*PRIORS, "softmax slim"])
 def test_a_layer_that_was_sharded_without_values_starts_as_one_that_was_built(family, mesh):
     config = FreeEnergyMixerConfig(n_embd=WIDTH, n_head=HEADS, **FAMILIES[family])
     built, other = (dict(FreeEnergyMixer(config).named_parameters()) for _ in range(2))

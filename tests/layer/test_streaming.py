@@ -66,9 +66,17 @@ def test_an_own_softmax_prior_streams_as_it_reads_and_is_normalised(monkeypatch,
         make_layer(prior_type=prior.name, normalize=False)
 
 
+@pytest.mark.parametrize("fields", [{}, {"free_share": 0.5, "gate_rank": 4}, {"value_logexp_cap": 4.0}], ids=str)
 @torch.no_grad()
-def test_ids_that_begin_later_open_another_document():
-    layer = FreeEnergyMixer(n_embd=32, n_head=4, use_conv=False).eval()
+def test_a_call_of_no_tokens_changes_no_stream(fields):
+    """Before the first token, where a row has not begun, and after it."""
+    layer = FreeEnergyMixer(n_embd=32, n_head=4, use_conv=False, **fields).eval()
     x, document = torch.randn(2, 3, 32), torch.full((2, 1), 5)
-    _, state = layer(x[:, :2], return_state=True)
-    torch.testing.assert_close(layer(x[:, 2:], segment_ids=document, state=state), layer(x[:, 2:]))
+    _, state = layer(x[:, :0], return_state=True)
+    first, state = layer(x[:, :1], state=state, return_state=True)
+    nothing, state = layer(x[:, :0], state=state, return_state=True)
+    second, state = layer(x[:, 1:2], state=state, return_state=True)
+    third, _ = layer(x[:, 2:], segment_ids=document, state=state, return_state=True)
+    assert nothing.shape == (2, 0, 32)
+    torch.testing.assert_close(torch.cat([first, second], 1), layer(x[:, :2]))
+    torch.testing.assert_close(third, layer(x[:, 2:]))  # another document than what came before

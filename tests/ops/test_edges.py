@@ -207,7 +207,7 @@ CASES = {  # the call, how far its values are from 0, how its results are weight
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_narrow_spans_and_small_betas_keep_the_digits_of_the_temperatures_gradient(case, seed):
     """Around 100 the gradient was off by 6.7 times its size when e was not computed from differences."""
     torch.manual_seed(seed)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from trainings import tiny
+from trainings import losses, tiny
 from transformers import AutoTokenizer, GPT2Config
 
 from fem.models import FEMConfig
@@ -43,8 +43,11 @@ def test_a_model_of_transformers_trains_on_the_rows_of_fem(data, tmp_path, model
     assert results["val_loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_a_run_of_another_model_is_refused_and_one_of_the_same_goes_on(data, tmp_path):
+def test_accumulated_steps_and_a_resumed_run_are_the_whole_one(data, tmp_path):
     whole = other(data, "llama", max_steps=6, save_steps=3)
+    train.run(whole, tmp_path / "whole")
+    train.run(replace(whole, micro_batch=1), tmp_path / "parts")
+    torch.testing.assert_close(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-4, atol=0)
     train.run(replace(whole, max_steps=3, warmup_steps=2), tmp_path / "stopped")
     with pytest.raises(ValueError, match="another recipe: model \\(llama there, gpt2 here\\), model_fields"):
         train.run(other(data, "gpt2", max_steps=6, save_steps=3), tmp_path / "stopped", resume=True)

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from fem.ops.common import precision, scan
 from fem.ops.common.launch import launched
+from fem.ops.common.merge_kernels import LOG_ZERO, NO_WEIGHT
 from fem.ops.common.triton_math import (
     LEAST_PROVEN,
     energy,
@@ -33,8 +34,6 @@ from fem.ops.common.triton_math import (
 )
 
 LIGHT = tl.constexpr(30.0)  # log-weights up to here need no scale
-LOG_ZERO = tl.constexpr(-1e30)
-NO_WEIGHT = tl.constexpr(-1e29)
 FORGOTTEN = tl.constexpr(-104.0)  # e^-104 is 0 in float32; more would take digits of the decays, which fla adds up
 SMALLEST_BETA, SMALLEST_SPAN = tl.constexpr(precision.SMALLEST_BETA), tl.constexpr(precision.SMALLEST_SPAN)
 LEAST_BETA = tl.constexpr(scan.LEAST_BETA)
