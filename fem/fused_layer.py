@@ -26,6 +26,7 @@ from fem.ops.common.backend import (
 )
 from fem.ops.common.kept_first import Order, kept_first
 from fem.ops.common.precision import product_dtype
+from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.card_attention import WIDEST
 from fem.ops.softmax.support import seen_keys
 from fem.priors import GatedLinearPrior, LinearPrior, Prior, SoftmaxPrior
@@ -33,6 +34,7 @@ from fem.priors.kv_cache import append, within_window
 
 _MOST_TOKENS = 2**18  # a program along an axis of a grid has at least 4
 Kernel = tuple[bool, bool]  # of attention: whether it is flash attention, and whether it reads v and e apart
+Widths = tuple[int, int, bool]  # channels of a head that read the mean and F, and whether these are the same ones
 DTYPE = torch.bfloat16  # e would leave float16's range, and fused attention has no float32
 
 
@@ -42,7 +44,7 @@ def fits(layer, call: Call) -> bool:
     """
     config, x = layer.config, call.x
     reads = _READS.get(type(layer.prior))
-    if reads is None or config.value_logexp_cap is not None or not _takes(x, layer.gate):
+    if reads is None or config.value_logexp_cap is not None or not takes(x, layer.gate):
         return False
     if exporting() or transformed(x) or not reads(layer, call):
         return False
@@ -53,7 +55,7 @@ def fits(layer, call: Call) -> bool:
     return plain_tensors(*(b.theta for b in beta)) and untouched([*_first_maps(layer), *scale], slim, parts)
 
 
-def _takes(x: Tensor, gate: TwoLevelGate) -> bool:
+def takes(x: Tensor, gate: TwoLevelGate) -> bool:
     """Whether kernels take the sizes, dtype and device of x, (B, T, ..), behind a gate that is more than a number."""
     if not available(x) or gate.per_head or not multiplies_bfloat16(x.device) or product_dtype(x) != DTYPE:
         return False
@@ -99,8 +101,7 @@ def mixed(
     it, None where the call returns no state. Nothing where another form has to read the call.       (Eq. 4, 10, 11)
     """
     if not fits(layer, call):
-        o = _mixed_by_parts(layer, call, features)
-        return None if o is None else (o, None)
+        return None
     read = _softmax_mixed if type(layer.prior) is SoftmaxPrior else _linear_mixed
     return read(layer, call, features)
 
@@ -108,31 +109,40 @@ def mixed(
 def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
     from fem.ops.softmax.fused.mixed_read import mixed_read, prefill  # by Triton, which the library does not require
 
-    options, bounded, given = _softmax_options(layer, call), _bounded(layer, call), call.tokens
-    call, features, order = _kept_first(call, features)
+    options, bounded, given = _softmax_options(layer, call), is_bounded(layer, call), call.tokens
+    call, features, order = in_kept_order(call, features)
     tensors, tokens, memory = _tensors(layer, call, features), call.tokens, None
-    seen = _seen(layer, call, order) if bounded else ()
+    seen = seen_by_tokens(layer, call, order) if bounded else ()
     if call.memory is None:
         o = mixed_read(options, *tensors, seen)
     else:
         o, k, v = prefill(options, *tensors, seen=seen)
-        windowed, beta = layer.config.window is not None, layer.temperature(call.x)
-        if order is not None and windowed:
+        if order is not None and layer.config.window is not None:
             k, v, tokens = order.as_before(k), order.as_before(v), given
         elif order is not None:  # in a cache, too, masked tokens may stand behind the kept ones
             tokens = replace(tokens, keep=~order.masked)
-        v, free_values = layer.pair(v, beta)
-        memory = append({}, k, v, beta, tokens, windowed, free_values)
-        memory = within_window(memory, layer.config.window) if windowed else memory
+        memory = cut_to_window(layer, appended(layer, {}, k, v, tokens))
     return o if order is None else order.as_before(o), memory
 
 
-def _kept_first(call: Call, features: Tensor) -> tuple[Call, Tensor, Order | None]:
+def in_kept_order(call: Call, features: Tensor) -> tuple[Call, Tensor, Order | None]:
     """The call, but for its x, and the features with kept tokens first, and their order; None: no mask is given."""
     if call.tokens.keep is None:
         return call, features, None
     tokens, order = kept_first(call.tokens.keep, call.tokens.document)
     return call._replace(tokens=tokens), order.kept_first(features), order
+
+
+def appended(layer, memory: dict[str, Tensor], k: Tensor, v: Tensor, tokens: Tokens) -> dict[str, Tensor]:
+    """The memory with turned keys, and values, behind it."""
+    beta = layer.temperature(v)
+    v, free_values = layer.pair(v, beta)
+    return append(memory, k, v, beta, tokens, layer.config.window is not None, free_values)
+
+
+def cut_to_window(layer, memory: dict[str, Tensor]) -> dict[str, Tensor]:
+    window = layer.config.window
+    return memory if window is None else within_window(memory, window)
 
 
 def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:
@@ -151,113 +161,31 @@ def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str
     return o, {name: x for name, x in memory.items() if config.use_lse or name != "free_energy"}
 
 
-def gated(
-    head,
-    logits: Sequence[Tensor | None],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float | None,
-    mask: Tensor | None = None,
-) -> Float[Tensor, "b t h d"] | None:
-    """`mixed` of what somebody else's maps have made: queries, keys, values, and the logits of lambda and g, (B, T,
-    H d) each or None. `head` has the gate and beta. mask: of pairs, as in `seen_of`, besides causality. Nothing where
-    another form has to read them.
-    """
-    sizes = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-    kernel = _kernel_of_parts(head, q, sizes, causal, mask is not None)
-    if kernel is None or k.shape[1] != q.shape[1] or not plain_tensors(q, k, v, *logits):
-        return None
-    inputs = head, kernel, logits, q, k, v, causal, scale
-    if mask is None:
-        return _gated(*inputs)
-    alike = mask.shape[1] == 1 and mask.shape[2] in (1, mask.shape[3])  # for all heads
-    if not alike or mask.requires_grad:
-        return None
-    if torch.compiler.is_compiling():
-        return _gated(*inputs, mask=mask)
-    from fem.ops.softmax.fused.bounded_attention import seen_of
-
-    known = seen_of(mask, causal)
-    if known is None:
-        return None
-    o, idle = _gated(*inputs, known[0]), known[1]
-    return o if idle is None else o.masked_fill(idle[..., None, None], 0.0)
-
-
-def _gated(
-    head, kernel: Kernel, logits, q, k, v, causal, scale, seen: Sequence[Tensor] = (), mask: Tensor | None = None
-) -> Float[Tensor, "b t h d"]:
-    """`gated` by that kernel of attention, which `_kernel_of_parts` names."""
-    from fem.ops.softmax.fused.gated_read import gated_read  # by Triton, which the library does not require
-    from fem.ops.softmax.fused.layer_form import Form, Options
-
-    heads, width, free = q.shape[2], v.shape[3], 0 if head.beta is None else v.shape[3]
-    sizes = heads, k.shape[2], q.shape[3], width
-    form = Form(*sizes, free, free > 0, causal, False, logits[1] is not None, 0, 0, *kernel)
-    start, theta = (0.0, None) if head.beta is None else (head.beta.start, head.beta.theta)
-    options = Options(form, q.shape[3] ** -0.5 if scale is None else scale, head.gate.config.eps, start)
-    *parts, inner, outer = (x if x is None else x.to(DTYPE) for x in (q, k, v, *logits))
-    by_heads = [x if x is None else x.unflatten(-1, (heads, width)) for x in (inner, outer)]
-    return gated_read(options, *parts, *by_heads, theta, seen, mask)
-
-
-def _kernel_of_parts(head, x: Tensor, sizes: tuple[int, ...], causal: bool, bounded: bool = False) -> Kernel | None:
-    """The kernel of attention by which `gated` reads parts like x of these sizes; None: it does not."""
-    theta, parts = ([], [head.gate]) if head.beta is None else ([head.beta.theta], [head.gate, head.beta])
-    if not _takes(x, head.gate) or any(map(watched, parts)) or not plain_tensors(x, *theta):
-        return None
-    return _kernel(x.device.index or 0, *sizes, sizes[3] * len(theta), causal, bounded)
-
-
-def _mixed_by_parts(layer, call: Call, features: Tensor) -> Tensor | None:
-    """A softmax layer whose maps have adapters or hooks."""
-    config, prior, bounded = layer.config, layer.prior, _bounded(layer, call)
-    known = type(prior) is SoftmaxPrior and not watched(prior) and config.backend in ("auto", "sdpa")
-    if not (available(call.x) and known and call.memory is None) or config.use_lse != (layer.beta is not None):
-        return None
-    if config.free_alone or config.value_logexp_cap is not None or config.free_share is not None:
-        return None
-    sizes = config.n_head, config.kv_heads, config.key_width, config.value_width
-    kernel = _kernel_of_parts(layer, call.x, sizes, config.causal, bounded)
-    if kernel is None:
-        return None
-    call, features, order = _kept_first(call, features)
-    x = call.x if order is None else features[..., : config.n_embd]  # of [x, h], which is in that order already
-    q, k = prior.queries_and_keys(features, call.tokens.position)
-    v, logits = layer.modulated(x, features), layer.gate.logits(features)
-    if not plain_tensors(q, k, v, *logits):
-        return None
-    o = _gated(layer, kernel, logits, q, k, v, config.causal, None, _seen(layer, call, order) if bounded else ())
-    return o if order is None else order.as_before(o)
-
-
-def _seen(layer, call: Call, order: Order | None) -> list[Tensor]:
+def seen_by_tokens(layer, call: Call, order: Order | None) -> list[Tensor]:
     """Which keys each token sees, in documents and under a window; none that an order has put behind the kept ones."""
     from fem.ops.softmax.fused.bounded_attention import with_lists
 
     (time, device), config = (call.x.shape[1], call.x.device), layer.config
-    return with_lists(*seen_keys(time, time, device, config.causal, config.window, call.tokens.document, order))
+    return with_lists(*seen_keys(time, time, device, config.causal, config.window, call.tokens.document, order), time)
 
 
-def _bounded(layer, call: Call) -> bool:
+def is_bounded(layer, call: Call) -> bool:
     """Whether anything but causality, and padding under it, tells which keys a token sees."""
     padded = call.tokens.keep is not None and not layer.config.causal
     return padded or layer.config.window is not None or call.tokens.document is not None
 
 
 def _kernel_of(layer, call: Call) -> Kernel | None:
-    config, (mean, free, _) = layer.config, _widths(layer.config)
+    config, (mean, free, _) = layer.config, widths_of(layer.config)
     sizes = config.n_head, config.kv_heads, config.key_width, mean, free, config.causal
-    return _kernel(call.x.device.index or 0, *sizes, _bounded(layer, call))
+    return attention_kernel(call.x.device.index or 0, *sizes, is_bounded(layer, call))
 
 
 def _softmax_options(layer, call: Call):
     """How `mixed_read` is called."""
     from fem.ops.softmax.fused.layer_form import Form, Options
 
-    config, gate, widths = layer.config, layer.gate, _widths(layer.config)
+    config, gate, widths = layer.config, layer.gate, widths_of(layer.config)
     sizes = (config.n_head, config.kv_heads, config.key_width, *widths, config.causal, config.use_rope)
     form = Form(*sizes, gate.outer is not None, config.gate_rank or 0, config.context_width, *_kernel_of(layer, call))
     return Options(form, config.key_width**-0.5, config.eps, config.beta_max_init)
@@ -267,13 +195,13 @@ def _linear_options(layer):
     """How `linear_mixed_read` is called."""
     from fem.ops.linear_attention.linear_form import LinearForm, LinearOptions
 
-    config, gate, widths = layer.config, layer.gate, _widths(layer.config)
+    config, gate, widths = layer.config, layer.gate, widths_of(layer.config)
     sizes = (config.n_head, config.key_width, *widths, gate.outer is not None, config.gate_rank or 0)
     decays = 0 if config.prior_type == "linear" else config.key_width if config.decay == "channel" else 1
     return LinearOptions(LinearForm(*sizes, decays, config.context_width), config.eps, config.beta_max_init)
 
 
-def _widths(config) -> tuple[int, int, bool]:
+def widths_of(config) -> Widths:
     """Channels of a head that read the mean and the free energy, and whether these are the same ones."""
     free = config.free_width if config.use_lse else 0
     shared = bool(free) and config.free_share is None and not config.free_alone
@@ -306,7 +234,7 @@ def _first_maps(layer) -> list[nn.Module]:
 
 
 @torch.compiler.assume_constant_result
-def _kernel(
+def attention_kernel(
     device: int, heads: int, kv_heads: int, key_width: int, mean: int, free: int, causal: bool, bounded: bool
 ) -> Kernel | None:
     """The attention of a call: FlexAttention where anything but causality bounds the keys, else flash attention or

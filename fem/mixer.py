@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fem import fused_layer, joint_maps
+from fem import fused_layer, joint_maps, parts_layer
 from fem.call import Call, unknown_argument
 from fem.conditioner import TimeDecayConditioner
 from fem.config import FreeEnergyMixerConfig, build_config
@@ -79,7 +79,7 @@ class FreeEnergyMixer(FreeEnergyLayer):
             raise unknown_argument(*unknown)
         call = Call.open(self, x, attention_mask, segment_ids, state, return_state).kept_first(self.config)
         f, hidden = self.features(call.x, call.tokens, call.hidden)  # [x, h]                     Eq. 33
-        found = fused_layer.mixed(self, call, f)  # the next two lines in few launches, where they can
+        found = fused_layer.mixed(self, call, f) or parts_layer.mixed(self, call, f)  # in few launches, where they can
         if found is None:
             p, v, g = joint_maps.columns(self, f) or (f, self.modulated(call.x, f), f)
             read = lambda v, beta, free: self.prior(p, v, beta, call.tokens, call.memory, free)  # noqa: E731  Eq. 4

@@ -52,11 +52,11 @@ class LinearPrior(Prior):
 
             frequency = self._frequency(config.key_width, q.device) if config.use_rope else None
             return features(q, k, position, frequency, config.rope_factor, config.eps)
-        if q.shape[1] == 1 and config.use_rope and by_kernels(q, k):
-            from fem.ops.common.token_kernels import rotated_token
+        if not rounds and config.use_rope and by_kernels(q, k):
+            from fem.ops.common.token_kernels import rotated_tokens  # by Triton, too
 
             turn = position, self._frequency(config.key_width, q.device), config.rope_factor
-            return tuple(rotated_token((q, k), *turn, config.eps))
+            return tuple(rotated_tokens((q, k), *turn, config.eps))
         q, k = (F.relu(x) + config.eps for x in self.rotated((upcast(q), upcast(k)), position))
         return (q.bfloat16(), k.bfloat16()) if rounds else (q, k)
 

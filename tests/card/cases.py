@@ -463,6 +463,22 @@ def test_a_prompt_waits_for_nothing(prior, marks, most):
 @full
 @torch.no_grad()
 @pytest.mark.parametrize("marks, fields, most", [
+    ({}, {}, 67), (PADDING, {}, 90), ({}, {"window": 64}, 69), (PADDING, {"free_share": 0.5, "n_kv_head": 2}, 98),
+])  # fmt: skip
+def test_a_prompts_continuation_waits_for_nothing(marks, fields, most):
+    """Forty of its launches say who sees whom, once for all layers of a model where no token is masked."""
+    layer, x = build(256, 4, **fields).bfloat16().eval(), tokens(2, 40).bfloat16()
+    _, state = layer(tokens().bfloat16(), return_state=True, **marks)
+    for _ in range(3):
+        with card.record() as events:
+            layer(x, state=state, return_state=True)
+    assert not events.waits, events.summary()
+    assert events.launches <= most + 8 * (not COUNTED), events.summary()
+
+
+@full
+@torch.no_grad()
+@pytest.mark.parametrize("marks, fields, most", [
     ({}, {}, 13), (PADDING, {}, 15), ({}, {"window": 64}, 14), (PADDING, {"window": 64}, 16),
 ])  # fmt: skip
 def test_a_token_reads_the_cache_as_it_lies(marks, fields, most):

@@ -39,7 +39,7 @@ def fused(monkeypatch):
 
 @pytest.mark.parametrize("name", ["slim, grouped, conditioner", "split", "a window", "a window in both directions"])
 def test_values_too_wide_for_one_call_of_attention_are_read_by_two(name, monkeypatch):
-    monkeypatch.setattr(fused_layer, "_kernel", lambda *sizes: (False, True))
+    monkeypatch.setattr(fused_layer, "attention_kernel", lambda *sizes: (False, True))
     layer, pieces, together = build(LAYERS[name]), [], fused_attention.together
     for module in (fused_attention, bounded_attention):
         monkeypatch.setattr(module, "together", lambda given: pieces.append(len(given)) or together(given))
@@ -101,6 +101,19 @@ def test_a_replaced_attention_is_read_exactly(kind, monkeypatch):
     eager = partial(call, layer)
     for one in (eager, torch.compile(eager, backend="aot_eager", fullgraph=True)):
         assert_near(trained(one, x, gradient, layer.parameters()), wanted, 2e-5, gradient)
+    assert len(reads) == (kind == "a hole")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["padded on the left", "documents under a window", "a hole"])
+def test_the_last_queries_of_a_cache_are_read_exactly(kind, monkeypatch):
+    layer = stirred(FreeEnergyHead(FreeEnergyMixerConfig(n_embd=24, n_head=2, fem_dim=24, use_conv=False)))
+    x, mask = torch.randn(2, 19, 24), pairs(kind)
+    q, k, v = (y.unflatten(-1, (2, 12)) for y in (x.sin(), x.cos(), 9 * x))
+    wanted = deepcopy(layer).double()(*(y.double() for y in (x, q, k, v)), None, False, None, mask)[:, -7:]
+    reads = watched(monkeypatch, head, "softmax_read")
+    found = layer(x[:, -7:], q[:, -7:], k, v, None, False, None, mask[:, :, -7:])
+    assert (found - wanted).norm() < 1e-5 * wanted.norm()
     assert len(reads) == (kind == "a hole")
 
 

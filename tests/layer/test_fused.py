@@ -36,8 +36,8 @@ def there(monkeypatch):
     """A GPU whose attention takes every width, and flash-linear-attention."""
     monkeypatch.setattr(fused_layer, "found", lambda module: True)
     monkeypatch.setattr(fused_layer, "available", lambda x: True)
-    known = fused_layer._kernel
-    monkeypatch.setattr(fused_layer, "_kernel", lambda *sizes: known(*sizes) if sizes[-1] else (False, False))
+    known = fused_layer.attention_kernel
+    monkeypatch.setattr(fused_layer, "attention_kernel", lambda *sizes: known(*sizes) if sizes[-1] else (False, False))
 
 
 def build(dtype=torch.bfloat16, **fields):

@@ -22,7 +22,7 @@ from fem.ops.channel_scan.channel_kernels import channels_by_kernels
 from fem.ops.common import precision, rope, token_kernels
 from fem.ops.common.read import Read, Terms
 from fem.ops.common.row_maps import row_maps
-from fem.ops.common.token_kernels import append_token, gated, rotated_token
+from fem.ops.common.token_kernels import append_token, gated, rotated_tokens
 from fem.ops.linear_attention import chunked, linear_token
 from fem.ops.linear_attention.linear_log_space import LinearInputs, linear_step
 from fem.ops.softmax import one_query_kernels, softmax_read
@@ -137,7 +137,8 @@ GATES = {
     "slim gates": {"gate_rank": 4},
 }
 HALF = torch.bfloat16
-ROTATIONS = (torch.float32, [1000], LIMIT), (torch.float32, [[5], [70000]], LIMIT), (HALF, [[5], [70000]], 1e-2)
+ROTATIONS = [(torch.float32, at, LIMIT) for at in ([1000], [[5], [70000]], [3, 70000, 1], [[1, 9, 2], [4, 70000, 6]])]
+ROTATIONS += [(HALF, [[5], [70000]], 1e-2)]
 MAPS = (1, torch.float32, LIMIT), (17, torch.float32, LIMIT), (64, HALF, 1e-2), (5, torch.float16, 1e-3)
 
 
@@ -201,9 +202,12 @@ def test_gates_and_their_first_and_second_derivatives(case):
 
 @pytest.mark.parametrize("dtype, position, limit", ROTATIONS)
 def test_rotation(dtype, position, limit):
-    q, k = (torch.randn(2, 1, heads, 10).to(dtype) for heads in (6, 2))
-    turn = torch.tensor(position), rope.frequencies(10, 1e4, q.device), 1.3
-    assert max(map(far, rotated_token((q, k), *turn), rope.rotate_all((q, k), *turn))) < limit
+    """Of columns of a product, and of heads that lie first."""
+    place = torch.tensor(position)
+    q = torch.randn(2, place.shape[-1], 99).to(dtype)[..., 7:67].unflatten(-1, (6, 10))
+    k = torch.randn(2, 2, place.shape[-1], 10).to(dtype).transpose(1, 2)
+    turn = place, rope.frequencies(10, 1e4, q.device), 1.3
+    assert max(map(far, rotated_tokens((q, k), *turn), rope.rotate_all((q, k), *turn))) < limit
 
 
 @pytest.mark.parametrize("lie", [lambda x: x, lambda x: torch.cat([x, x], -1).chunk(2, -1)[0]], ids=["whole", "parts"])
@@ -237,7 +241,7 @@ KERNELS = {
     "linear_token": linear_token,
     "numbers_by_kernels": ssm_numbers_kernels,
     "mix_token": mix_token,
-    "rotated_token": token_kernels,
+    "rotated_tokens": token_kernels,
     "launch_softplus": token_kernels,
 }
 CASES = {

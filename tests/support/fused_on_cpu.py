@@ -10,6 +10,7 @@ from fem import fused_layer
 from fem.ops.linear_attention import fla_read
 from fem.ops.softmax.fused import bounded_attention
 from fem.ops.softmax.fused import fused_attention as attention
+from fem.priors import kv_cache
 
 
 def scores(q, k, scale, causal):
@@ -49,8 +50,9 @@ def install(monkeypatch, dtype=torch.float32):
     monkeypatch.setattr(attention, "kernel_attention_backward", attend_backward)
     monkeypatch.setattr(bounded_attention, "attend_on_card", attend_bounded)
     monkeypatch.setattr(fla_read, "by_fla", fla_reference.gla)
+    monkeypatch.setattr(kv_cache, "pack_exactly", lambda *_: None)  # values are cached as they come
     monkeypatch.setattr(fused_layer, "found", lambda module: True)
     monkeypatch.setattr(fused_layer, "available", lambda x: True)
     monkeypatch.setattr(fused_layer, "DTYPE", dtype)
-    monkeypatch.setattr(fused_layer, "_kernel", lambda *sizes: (False, False))
+    monkeypatch.setattr(fused_layer, "attention_kernel", lambda *sizes: (False, False))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fem import fused_layer
+from fem import parts_layer
 from fem.config import FreeEnergyMixerConfig
 from fem.functional import softmax_read
 from fem.gates import Temperature, TwoLevelGate
@@ -58,7 +58,7 @@ class FreeEnergyHead(nn.Module):
     ) -> Float[Tensor, "b tq h dv"]:
         logits, (q, k, v) = self.gate.logits(features), (x.to(product_dtype(x)) for x in (q, k, v))
         if bias is None and self.backend in ("auto", "sdpa"):
-            o = fused_layer.gated(self, logits, q, k, v, causal, scale, mask)
+            o = parts_layer.gated(self, logits, q, k, v, causal, scale, mask)
             if o is not None:
                 return o
         bias = bias if mask is None else as_bias(mask, q.dtype)

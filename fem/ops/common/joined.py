@@ -135,10 +135,10 @@ def tokens_apart(*given: Float[Tensor, "b t *d"] | None) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def by_tokens(x: Float[Tensor, "b t d"]) -> tuple[Float[Tensor, "b t d"], int]:
+def by_tokens(x: Float[Tensor, "b t *d"]) -> tuple[Float[Tensor, "b t *d"], int]:
     """x and the numbers from one token to the next; a copy of x where they lie unevenly."""
     apart = tokens_apart(x)
-    return (x.contiguous(), x.shape[2]) if apart is None else (x, apart)
+    return (x.contiguous(), x.shape[2:].numel()) if apart is None else (x, apart)
 
 
 def _copy(layout: Layout, given: Sequence[Tensor | None], weight, bias, cast: Sequence[Tensor], back: bool) -> None:

@@ -38,10 +38,10 @@ def rotate_all(
     Angles, cos and sin are computed in float64, multiplied by the factor and rounded once, to the tensors' dtype.
     """
     x = tensors[0]
-    if len(tensors) == 2 and x.shape[1] == 1 and by_kernels(*tensors):
-        from fem.ops.common.token_kernels import rotated_token
+    if len(tensors) == 2 and by_kernels(*tensors):
+        from fem.ops.common.token_kernels import rotated_tokens  # by Triton, which the library does not require
 
-        return rotated_token(tensors, position, frequency, factor)
+        return rotated_tokens(tensors, position, frequency, factor)
     traced = torch.compiler.is_compiling() and not portable()
     table = _table if traced and x.shape[1] > 1 else _cos_and_sin  # of one token, launches cost more than angles
     cos, sin = table(position, frequency, factor, x.dtype)

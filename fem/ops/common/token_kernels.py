@@ -1,5 +1,5 @@
-"""Triton kernels for what stands around a read: beta and the gates; of one token its rotation and features, and its
-way into the cache.
+"""Triton kernels for what stands around a read: beta and the gates; without gradients the rotation of queries and keys
+and their features; of one token its way into the cache.
 
 PyTorch launches ten to fourteen kernels for either, which is most of what one token of a layer takes. Graphs of
 torch.compile do not need them, as inductor fuses the same operations. The gates have a gradient, in one launch, too.
@@ -16,7 +16,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from fem.ops.common.backend import differentiated, on
-from fem.ops.common.joined import tokens_apart
+from fem.ops.common.joined import by_tokens, tokens_apart
 from fem.ops.common.launch import cdiv, launched, next_power_of_2
 from fem.ops.common.operator import again_differentiable
 from fem.ops.common.triton_math import exact_softplus, gate, sigmoid, through_gate, turned
@@ -196,13 +196,14 @@ def _turn_heads(
 
 @launched
 def rotate_token_kernel(
-    q, k, q_out, k_out, position, frequency, factor, eps, q_row, k_row, position_row,
+    q, k, q_out, k_out, position, frequency, factor, eps, q_row, k_row, period,
     heads: tl.constexpr, kv_heads: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """y_j = x_j cos a_j - x_{j+d/2} sin a_j, y_{j+d/2} = x_{j+d/2} cos a_j + x_j sin a_j of a row's token, a_j =
-    position frequency_j in float64; cos and sin are rounded to the dtype of y. With an eps, ReLU(y) + eps."""
+    """y_j = x_j cos a_j - x_{j+d/2} sin a_j, y_{j+d/2} = x_{j+d/2} cos a_j + x_j sin a_j of a token, a_j =
+    position frequency_j in float64; cos and sin are rounded to the dtype of y. With an eps, ReLU(y) + eps. After
+    `period` tokens positions begin anew."""
     row, plane = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
-    angle = tl.load(position + row * position_row).to(tl.float64)
+    angle = tl.load(position + row % period).to(tl.float64)
     angle *= tl.load(frequency + plane, plane < WIDTH // 2, other=0.0)
     dtype = q_out.dtype.element_ty
     cos = (factor * tl.cos(angle)).to(tl.float32).to(dtype).to(tl.float32)[None]
@@ -211,22 +212,22 @@ def rotate_token_kernel(
     _turn_heads(k, k_out, row, k_row, cos, sin, eps, kv_heads, WIDTH, HEADS, HALF)
 
 
-def rotated_token(
-    tensors: Sequence[Float[Tensor, "b 1 _ d"]],
-    position: Int[Tensor, " 1"] | Int[Tensor, "b 1"],
+def rotated_tokens(
+    tensors: Sequence[Float[Tensor, "b t _ d"]],
+    position: Int[Tensor, " t"] | Int[Tensor, "b t"],
     frequency: Float64[Tensor, " planes"],
     factor: float,
     eps: float | None = None,
-) -> list[Float[Tensor, "b 1 _ d"]]:
-    """`rotate_all` of the queries and keys of one token a row; with an eps their features ReLU(.) + eps, in float32."""
-    q, k = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in tensors)
+) -> list[Float[Tensor, "b t _ d"]]:
+    """`rotate_all` of queries and keys; with an eps their features ReLU(.) + eps, in float32."""
+    (q, q_row), (k, k_row) = map(by_tokens, tensors)
     out = [x.new_empty(x.shape, dtype=x.dtype if eps is None else torch.float32) for x in (q, k)]
     width, most = q.shape[3], max(q.shape[2], k.shape[2])
     with on(q.device):
-        rotate_token_kernel[q.shape[0],](
-            q, k, *out, position, frequency, factor, eps, q.stride(0), k.stride(0),
-            position.stride(0) if position.ndim == 2 else 0, heads=q.shape[2], kv_heads=k.shape[2], WIDTH=width,
-            HEADS=next_power_of_2(most), HALF=next_power_of_2(width // 2),
+        rotate_token_kernel[q.shape[0] * q.shape[1],](
+            q, k, *out, position.contiguous(), frequency, factor, eps, q_row, k_row, position.numel(),
+            heads=q.shape[2], kv_heads=k.shape[2], WIDTH=width, HEADS=next_power_of_2(most),
+            HALF=next_power_of_2(width // 2),
         )  # fmt: skip
     return out
 

@@ -53,7 +53,7 @@ def softmax_read(
     f = v if shared else f.to(dtype)
     rules = support(q.shape[1], k.shape[1], q.device, causal, scale, window, bias, tokens)
     special = transformed(q, k, v, f, rates, bias)
-    few = backend == "sdpa" and (q.shape[1] == 1 or _are_few(q))
+    few = backend == "sdpa" and (q.shape[1] == 1 or are_few(q))
     few = few and not (special or exporting() or differentiated(q, k, v, f, rates, bias))
     if few and _has_kernels(q):
         return rounded(_queries_on_card(q, k, v, f, rates, rules), dtype, beta)
@@ -87,7 +87,7 @@ def _has_kernels(q: Tensor) -> bool:
     return q.is_cuda and found("triton")
 
 
-def _are_few(q: Tensor) -> bool:
+def are_few(q: Tensor) -> bool:
     """Of one row, as when guessed tokens are checked: whose reads may as well be those of as many rows."""
     return not torch.compiler.is_compiling() and q.shape[0] == 1 and q.shape[1] <= _FEW
 

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fem.ops.common.backend import guarded, portable
-from fem.ops.common.kept_first import Order
+from fem.ops.common.kept_first import Order, kept_first
 from fem.ops.common.precision import upcast
 from fem.ops.common.shared import shared
 from fem.ops.common.tokens import Tokens
@@ -153,6 +153,22 @@ def seen_keys(
         end = torch.minimum(end, (~order.masked).sum(1, keepdim=True)).clamp_min(1)
         first = torch.minimum(first, end - 1)
     return first.int(), end.expand_as(first).int().contiguous()
+
+
+def seen_in_cache(
+    queries: int, keep: Bool[Tensor, "b t"], window: int | None, document: Int[Tensor, "b t"] | None
+) -> tuple[Int[Tensor, "b tq"], Int[Tensor, "b tq"], Order]:
+    """first and end of the last `queries` of a cache whose kept keys are read first, and that order. Masked queries
+    see any key."""
+    _, order = kept_first(keep, None)
+    column = torch.arange(keep.shape[1] - queries, keep.shape[1], device=keep.device).expand(len(keep), -1)
+    first, end = torch.zeros_like(column), order.kept_before(column + 1).clamp_min(1)
+    if window is not None:
+        first = order.kept_before((column - window + 1).clamp_min(0))
+    if document is not None:
+        in_order = document.gather(1, order.order).cummax(1).values  # masked tokens go on with the last document
+        first = torch.maximum(first, _before(in_order, document[:, -queries:].contiguous()))
+    return torch.minimum(first, end - 1).int(), end.int(), order
 
 
 def _before(document: Int[Tensor, "b t"], bound: Int[Tensor, "b tq"]) -> Int[Tensor, "b tq"]:

@@ -19,10 +19,9 @@ SEEN_SCHEMA = "".join(f", Tensor? {name}" for name in SEEN)
 ALL_KEYS = (None,) * len(SEEN)
 
 
-def with_lists(first: Int[Tensor, "#b t"], end: Int[Tensor, "#b t"]) -> list[Tensor]:
-    """`seen`: the first key that a token sees, the first one behind, and the lists of their blocks."""
-    time = first.shape[1]
-    return [first, end, *block_lists(Support(False, 1.0, None, first, end), time, time, first.device)]
+def with_lists(first: Int[Tensor, "#b tq"], end: Int[Tensor, "#b tq"], keys: int) -> list[Tensor]:
+    """`seen`: the first key that a query sees, the first one behind, and the lists of their blocks."""
+    return [first, end, *block_lists(Support(False, 1.0, None, first, end), first.shape[1], keys, first.device)]
 
 
 @known_of
@@ -37,7 +36,7 @@ def seen_of(
     """
     first, end, idle, flags = _ranges_of(mask, causal)
     known, some = flags.tolist()
-    return (with_lists(first, end), idle if some else None) if known else None
+    return (with_lists(first, end, mask.shape[3]), idle if some else None) if known else None
 
 
 @operator("ranges_in_graph(Tensor mask, bool causal) -> Tensor[]")
@@ -62,7 +61,9 @@ def _ranges_of(mask: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor, Bool
     first = sees.byte().argmax(-1)
     ranges = (first[..., None] <= key) & (key < (first + count)[..., None])
     known = (ranges == sees).all() if mask.dtype == torch.bool else ((ranges == sees) & (sees | (mask <= HIDDEN))).all()
-    first, end = (x.expand(-1, len(key)) for x in (first, first + count))
+    if mask.shape[1] == 1:  # for all queries, of which there are as many as keys
+        first, count = (x.expand(-1, len(key)) for x in (first, count))
+    end = first + count
     end = torch.minimum(end, key + 1) if causal else end
     idle = end <= first
     first = torch.where(idle, end.cummax(1).values.clamp_max(len(key) - 1), first)

@@ -27,10 +27,10 @@ class Proof(NamedTuple):
     beta: Float[Tensor, "hkv df"] | None
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Tokens, and numbers between the bounds of sequences."""
+    def sizes(self) -> tuple[int, int, int]:
+        """Queries, keys, and numbers between the bounds of sequences."""
         apart = 0 if self.first is None or len(self.first) == 1 else self.first.stride(0)
-        return self.q.shape[1], apart
+        return self.q.shape[1], self.k.shape[1], apart
 
 
 def settle(proof: Proof, exact, flags, gates, ups, o, scale, eps, form: Form, sizes: Sizes) -> None:

@@ -4,8 +4,9 @@
     dF/ds_i = (w_i - p_i) / beta                            dF/dbeta = sum_i w_i (f_i - F) / beta
 
 They go row by row, in float32, with p from the scores s and attention's own log sum of exponentials. They are launched
-in every call, and a program ends at once where none of its flags is up. first_key and end_key, (B, T) or (1, T), bound
-the keys of a row in documents and windows; None: it sees all, or if CAUSAL those up to it.
+in every call, and a program ends at once where none of its flags is up. time: rows; count: keys. first_key and end_key,
+(B, time) or (1, time), bound the keys of a row in documents, windows and behind a cache; None: it sees all, or if
+CAUSAL those up to it.
 """
 
 import triton
@@ -37,10 +38,10 @@ def load_row(
 
 @triton.jit
 def load_keys(
-    k, f, there, batch, key, time, kv_head, k_row, f_row, f_head, KEY: tl.constexpr, wide, channel,
+    k, f, there, batch, key, count, kv_head, k_row, f_row, f_head, KEY: tl.constexpr, wide, channel,
 ):  # fmt: skip
     """A block of keys and their f, and which of their numbers exist."""
-    token, inside = (batch * time + key).to(tl.int64)[:, None], (key < time)[:, None]
+    token, inside = (batch * count + key).to(tl.int64)[:, None], (key < count)[:, None]
     keys_in, f_in = inside & (wide < KEY)[None], inside & there[None]
     keys = tl.load(k + token * k_row + kv_head * KEY + wide[None], keys_in, other=0.0)
     x = tl.load(f + token * f_row + kv_head * f_head + channel[None], f_in, other=0.0)
@@ -94,7 +95,7 @@ def row_logits(
 @launched
 def doubtful_rows_kernel(
     q, k, f, lse, out, first_key, end_key, scheme, beta, exact, flags, inner, outer, inner_up, inner_bias, outer_up,
-    outer_bias, o, time, bound_batch, tiles, scale, eps,
+    outer_bias, o, time, count, bound_batch, tiles, scale, eps,
     q_row: tl.constexpr, k_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr,
     inner_row: tl.constexpr, outer_row: tl.constexpr,
     heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
@@ -121,7 +122,7 @@ def doubtful_rows_kernel(
                 for start in range(low, high, KEYS):
                     key = start + tl.arange(0, KEYS)
                     keys, x, _, _, _ = load_keys(
-                        k, f, there, batch, key, time, kv_head, k_row, f_row, f_head, KEY, wide, channel
+                        k, f, there, batch, key, count, kv_head, k_row, f_row, f_head, KEY, wide, channel
                     )
                     log_p = log_probability(query, keys, lse_row, key, low, high, scale)
                     z = log_p + rate[None] * (x - shift[None])
@@ -155,7 +156,8 @@ def doubtful_rows_kernel(
 
 @launched
 def doubtful_queries_backward_kernel(
-    q, k, f, lse, out, first_key, end_key, scheme, beta, exact, flags, d_free, d_q, d_theta, time, bound_batch, tiles,
+    q, k, f, lse, out, first_key, end_key, scheme, beta, exact, flags, d_free, d_q, d_theta, time, count, bound_batch,
+    tiles,
     scale,
     q_row: tl.constexpr, k_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr, d_q_row: tl.constexpr,
     heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
@@ -182,7 +184,7 @@ def doubtful_queries_backward_kernel(
                 for start in range(low, high, KEYS):
                     key = start + tl.arange(0, KEYS)
                     keys, x, _, _, _ = load_keys(
-                        k, f, there, batch, key, time, kv_head, k_row, f_row, f_head, KEY, wide, channel
+                        k, f, there, batch, key, count, kv_head, k_row, f_row, f_head, KEY, wide, channel
                     )
                     log_p = log_probability(query, keys, lse_row, key, low, high, scale)
                     w, d_s = weights(log_p, x, free_energy, d_row, rate, doubtful)
@@ -199,8 +201,8 @@ def doubtful_queries_backward_kernel(
 
 @launched
 def doubtful_keys_backward_kernel(
-    q, k, f, lse, out, first_key, end_key, scheme, beta, exact, flags, d_free, d_k, d_f, raised, time, bound_batch,
-    tiles, scale,
+    q, k, f, lse, out, first_key, end_key, scheme, beta, exact, flags, d_free, d_k, d_f, raised, time, count,
+    bound_batch, tiles, scale,
     q_row: tl.constexpr, k_row: tl.constexpr, f_row: tl.constexpr, f_head: tl.constexpr, d_k_row: tl.constexpr,
     d_f_row: tl.constexpr, d_f_head: tl.constexpr,
     heads: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
@@ -217,10 +219,10 @@ def doubtful_keys_backward_kernel(
         channel, wide = tl.arange(0, CHANNELS), tl.arange(0, WIDE)
         there = channel < FREE
         _shift, narrow, rate = load_scheme(scheme, beta, batch, kv_head, heads // GROUP, FREE, channel, there)
-        for block in range(tl.program_id(1), tl.cdiv(time, KEYS), tl.num_programs(1)):
+        for block in range(tl.program_id(1), tl.cdiv(count, KEYS), tl.num_programs(1)):
             key = block * KEYS + tl.arange(0, KEYS)
             keys, x, key_token, keys_in, f_in = load_keys(
-                k, f, there, batch, key, time, kv_head, k_row, f_row, f_head, KEY, wide, channel
+                k, f, there, batch, key, count, kv_head, k_row, f_row, f_head, KEY, wide, channel
             )
             k_sum, f_sum = tl.zeros((KEYS, WIDE), tl.float32), tl.zeros((KEYS, CHANNELS), tl.float32)
             for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):

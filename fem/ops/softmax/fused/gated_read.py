@@ -26,15 +26,15 @@ from fem.ops.softmax.support import as_bias
 def gated_read(
     options: Options,
     q: Float[Tensor, "b t h dk"],
-    k: Float[Tensor, "b t hkv dk"],
-    v: Float[Tensor, "b t hkv d"],
+    k: Float[Tensor, "b i hkv dk"],
+    v: Float[Tensor, "b i hkv d"],
     inner: Float[Tensor, "b t h d"] | None,
     outer: Float[Tensor, "b t h d"] | None,
     theta: Float[Tensor, "hkv d"] | None,
     seen: Sequence[Tensor] = (),
     mask: Bool[Tensor, "#b 1 #t t"] | Float[Tensor, "#b 1 #t t"] | None = None,
 ) -> Float[Tensor, "b t h d"]:
-    """o of a whole sequence of 16-bit numbers, differentiable once.
+    """o of 16-bit numbers, differentiable once where there are as many queries as keys.
 
     theta: of beta, 1 without one. seen: as in `mixed_read`; in graphs a mask of pairs may stand in its place, which is
     looked at when the graph runs. Raises RuntimeError where its gradient is to be differentiated.
@@ -43,7 +43,7 @@ def gated_read(
     if mask is None:
         return _GATED_READ([*parts, *(seen or ALL_KEYS)], *options)[0]
     first, end, idle, known = ranges_in_graph(mask, bool(options.form.causal))
-    o = _MASKED_READ([*parts, *with_lists(first, end), mask, known], *options)[0]
+    o = _MASKED_READ([*parts, *with_lists(first, end, k.shape[1]), mask, known], *options)[0]
     return o.masked_fill(idle[..., None, None], 0.0)
 
 
@@ -63,7 +63,7 @@ class _GatedRead(OwnBackward):
         return read_parts(Options.of(*settings), parts, parts[:2], theta, _beside(tensors), differentiated)
 
     def empty_results(self, tensors, *settings):
-        return shapes_of(Options.of(*settings).form, tensors[0])
+        return shapes_of(Options.of(*settings).form, tensors[0], tensors[1].shape[1])
 
     def backward(self, grads, tensors, kept, *settings):
         (*parts, theta), (o, *kept) = tensors[:6], kept

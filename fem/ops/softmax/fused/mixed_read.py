@@ -82,7 +82,7 @@ class _MixedRead(OwnBackward):
 
     def empty_results(self, tensors, *settings):
         x, weight = tensors[:2]
-        o, *kept = shapes_of(Options.of(*settings).form, x)
+        o, *kept = shapes_of(Options.of(*settings).form, x, x.shape[1])
         return [o, x.new_empty(*x.shape[:2], len(weight)), *kept]
 
     def backward(self, grads, tensors, kept, *settings):

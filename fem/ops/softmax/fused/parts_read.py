@@ -54,7 +54,7 @@ def read_parts(
         q, k = turned
     both, f, beta, scheme = v, None, None, None
     if form.packs:
-        both, f, beta, scheme = _launch_pack(v, h, value_scale, theta, start, form, sizes)
+        both, f, beta, scheme = _launch_pack(v, h, value_scale, theta, start, form)
         kept += [both, f] if form.apart else [both]
     values = both.split_with_sizes(form.pieces, -1) if form.twice else [both]
     if not seen:
@@ -77,12 +77,13 @@ def read_parts(
     return [o, *kept, beta, scheme, flags, out, lse]
 
 
-def shapes_of(form: Form, x: Float[Tensor, "b t *d"]) -> list[Tensor]:
-    """Empty tensors like those that `read_parts` returns of parts of a tensor like x."""
+def shapes_of(form: Form, x: Float[Tensor, "b t *d"], keys: int) -> list[Tensor]:
+    """Empty tensors like those that `read_parts` returns of queries of a tensor like x, and so many keys."""
     batch, time = x.shape[:2]
-    head = lambda width, heads=form.heads: x.new_empty(batch, time, heads, width)  # noqa: E731
-    o, kept = head(form.width), [head(form.mean + form.free, form.kv_heads)] if form.packs else []
-    kept += [head(form.free, form.kv_heads)] if form.apart else []
+    head = lambda width: x.new_empty(batch, time, form.heads, width)  # noqa: E731
+    value = lambda width: x.new_empty(batch, keys, form.kv_heads, width)  # noqa: E731
+    o, kept = head(form.width), [value(form.mean + form.free)] if form.packs else []
+    kept += [value(form.free)] if form.apart else []
     lse = x.new_empty(batch, form.heads, time, dtype=torch.float32)
     if not form.free:
         return [o, *kept, *([head(form.width)] if form.gated else []), lse]
@@ -222,10 +223,10 @@ def _rotate(q, k, q_out, k_out, cos: Tensor | None, sin: Tensor | None, parts: T
 
 
 def _launch_pack(
-    v: Tensor, h: Tensor, scale: Tensor | None, theta: Tensor | None, start: float, form: Form, sizes: Sizes
+    v: Tensor, h: Tensor, scale: Tensor | None, theta: Tensor | None, start: float, form: Form
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """[v | e], f, and of a free energy beta and the scheme."""
-    batch, time, channels = *v.shape[:2], form.kv_heads * form.free
+    (batch, time), channels, sizes = v.shape[:2], form.kv_heads * form.free, sizes_of(form, *v.shape[:2])
     both = v.new_empty(*v.shape[:3], form.mean + form.free)
     f = _free_values(form, v, both, v.new_empty(*v.shape[:3], form.free) if form.apart else None)
     beta = torch.empty(form.kv_heads, form.free, dtype=torch.float32, device=v.device)
