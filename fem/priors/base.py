@@ -94,6 +94,13 @@ class Prior(nn.Module, ABC):
             )
         if torch.compiler.is_compiling():  # a comparison would become a guard of the graph
             return found
+        for name, x in (found[1] if memory is not None else {}).items():
+            if not isinstance(x, Tensor) or x.shape[:1] != v.shape[:1]:
+                got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(
+                    f"memory of the prior {self.name!r} must hold tensors with the batch first, here {len(v)} rows, "
+                    f"got {got} as {name!r}."
+                )
         grouped = 1 if self.config is None else self.config.n_head // self.config.kv_heads  # a prior alone has none
         heads = v.shape[2] * grouped  # tensor parallelism has a part of them
         for name, x, values in zip(Read._fields, read, (v, v if free_values is None else free_values)):

@@ -189,6 +189,8 @@ TABLE = [
     (own, {"change": lambda read, memory: read}, TypeError, "read of the prior 'linear' must return .* got Read"),
     (own, {"change": lambda read, memory: (read, None)}, TypeError, "read of the prior 'linear' .* got no dict"),
     (own, {"change": lambda read, memory: None}, TypeError, "read of the prior 'linear' must return .* got NoneType"),
+    (own, {"change": lambda r, m: (r, m | {"n": 3})}, ValueError, "batch first, here 2 rows, got int as 'n'"),
+    (own, {"change": lambda r, m: (r, m | {"n": torch.ones(4, 2)})}, ValueError, r"2 rows, got shape \(4, 2\) as 'n'"),
     (own, {"change": lambda read, memory: (read.mean, memory)}, TypeError, "read of the prior .* a Read .* got Tensor"),
     (own, {"change": lambda read, memory: (Read(read.mean, None), memory)}, ValueError, "a free energy.* got None"),
     (own, {"change": lambda r, m: (Read(r.mean[:, :, :1], r.free_energy), m)}, ValueError, r"mean .*got \(2, 6, 1, 8"),
