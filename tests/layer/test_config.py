@@ -97,8 +97,9 @@ def test_the_report_counts_the_weights_that_exist(fields, ablation):
     layer = FreeEnergyMixer(config)
     report = layer.parameter_report()
     generators = ("beta.theta", "ssm.a", "ssm.d")  # no linear maps, outside the paper's count
-    weights = sum(p.numel() for name, p in layer.named_parameters() if not name.endswith(generators))
-    assert report["linear"] + report["conditioner"] == weights
+    rates = {name for name, p in layer.prior.named_parameters(prefix="prior") if p.dim() == 1}
+    counted = [p for name, p in layer.named_parameters() if not name.endswith(generators) and name not in rates]
+    assert report["linear"] + report["conditioner"] == sum(p.numel() for p in counted)
     assert report["budget"] == 4 * 64**2
     assert sum(report["blocks"].values()) == sum(p.numel() for p in layer.parameters())
 
