@@ -22,7 +22,7 @@ sys.path.insert(0, str(DOCS / "figures"))
 
 import matrix  # noqa: E402
 
-PAGE, EQUATIONS = ((DOCS / name).read_text() for name in ("configuration.md", "equations.md"))
+PAGE, EQUATIONS, FAQ = ((DOCS / name).read_text() for name in ("configuration.md", "equations.md", "faq.md"))
 EXAMPLE = torch.tensor([[0.6, 0.3, 0.1], [0.0, 1.0, 3.0]]).double()  # p and v
 WRITTEN = dict(re.findall(r"^\| ([\w -]+) \| `(\.\w+\(512, 8.*?\))` \|", PAGE, re.MULTILINE))
 COUNTED = {name: counts for name, *counts in re.findall(r"^\| (.+?) \| ([\d,]+) \| ([\d,]+) \| (.+?) \|", PAGE, re.M)}
@@ -58,6 +58,15 @@ def engines(mixer: FreeEnergyMixerConfig) -> str:
     assert config.mixer_configs() == [mixer]
     assert obstacle_to_states(config) is None or not mixer.use_conv
     return f"{'all' if obstacle_to_pages(config) is None else 'vLLM'}, {config.head_dim}"
+
+
+def test_the_faq_says_how_large_a_scans_state_is():
+    said = re.search(r"`gla` D \(2 d/H \+ 1\), `rnn_softmax` and `rnn_decay` (\d) d, `mamba` (\d) d times", FAQ)
+    for prior, rank in {"linear": 0, "gla": 0, "rnn_softmax": 1, "rnn_decay": 1, "mamba": 16}.items():
+        config = FreeEnergyMixerConfig.matched(64, 4, prior_type=prior)
+        state = FreeEnergyMixer(config)(torch.randn(1, 3, 64), return_state=True)[1]
+        wide = int(said[1 if rank == 1 else 2]) * rank * config.fem_dim
+        assert sum(x.numel() for x in state.memory.values()) == (wide or 64 * (2 * config.fem_dim // 4 + 1))
 
 
 def test_the_table_of_priors_is_what_was_found_by_trying():
