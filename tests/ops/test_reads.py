@@ -405,3 +405,14 @@ print("whole")
 @pytest.mark.slow
 def test_forward_and_backward_are_one_graph_that_computes_the_same():
     assert printed("-c", COMPILED) == "whole\n"
+
+
+@every_scan
+@both_ways
+@pytest.mark.parametrize("kept", [slice(8), slice(12, None), slice(0)], ids=["right", "left", "all masked"])
+def test_tokens_that_see_nothing_are_not_computed_again(name, causal, kept):
+    mask = torch.zeros(1, 20, dtype=torch.bool)
+    mask[:, kept] = True
+    fallbacks.reset()
+    make(name, 20).read(causal=causal, key_mask=mask)
+    assert fallbacks.recomputed == 0

@@ -77,7 +77,8 @@ class _LinearScan(SlabScan):
             if _any_held(lost, held[:, :, -1]):
                 return None
             if doubt is not None:
-                doubt = doubt.squeeze(-1) & (q > 0).any(-1) & held[:, :, 1:].any(-1, keepdim=True)
+                seen = held[:, :, :-1].any(-1, keepdim=True) | ((k > 0).any(-1).cumsum(-1) > 0)
+                doubt = doubt.squeeze(-1) & (q > 0).any(-1) & seen
                 where = doubt.any(3).any(1).nonzero(as_tuple=True)  # row and chunk
                 starts, lost = leaving(starts, shift, rate.unsqueeze(1))
                 if _any_held(lost, held[:, :, :-1], where):
