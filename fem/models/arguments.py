@@ -19,7 +19,7 @@ from fem.ops.common.backend import has_values
 from fem.ops.common.tokens import PLAIN, Tokens, last_kept_before, whole_rows
 
 SAID_BY_POSITIONS = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"}  # ignored beside position_ids, which say the same
-SET_ASIDE = {*TransformersKwargs.__annotations__, "token_type_ids", "cache_position", "tokenizer"}
+SET_ASIDE = {*TransformersKwargs.__annotations__, "token_type_ids", "cache_position", "tokenizer", "logits_to_keep"}
 SET_ASIDE -= {*SAID_BY_POSITIONS, "is_causal"}  # which change the read
 KEPT = "kept"  # among the masks of a compiled step: which new tokens the conditioner reads
 WRITTEN = "written_by_fem"  # on a cache: it holds states, or values [v | e], not those of another model

@@ -95,6 +95,8 @@ def test_names_that_say_nothing_are_set_aside(model):
     ids = tokens(2, 9)
     extra = {"cache_position": torch.arange(9), "token_type_ids": ids, "max_length_q": 9, "tokenizer": object()}
     torch.testing.assert_close(model(ids, **extra).logits, model(ids).logits)
+    body = model.base_model  # trl's distillation asks it for as many rows as it needs logits of
+    torch.testing.assert_close(body(ids, logits_to_keep=3).last_hidden_state, body(ids).last_hidden_state)
 
 
 @every_kind
