@@ -16,7 +16,7 @@ from fem.models.cache import CACHE
 from fem.models.engines.attention import EXACT
 from fem.models.engines.obstacles import FULL, SLIDING
 from fem.ops.common.backend import has_values
-from fem.ops.common.tokens import PLAIN, Tokens, last_kept_before, whole_rows
+from fem.ops.common.tokens import PLAIN, Tokens, as_bool, last_kept_before, whole_rows
 
 SAID_BY_POSITIONS = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"}  # ignored beside position_ids, which say the same
 SET_ASIDE = {*TransformersKwargs.__annotations__, "token_type_ids", "cache_position", "tokenizer", "logits_to_keep"}
@@ -76,12 +76,22 @@ class Inputs(NamedTuple):
     def mask(self) -> Tensor | None:
         """The part of the mask (B, T_past + T) that covers the new tokens; None where it keeps all of them.
 
-        Of a static cache only the device knows T_past: the mask may begin anywhere, or be as long as the cache.
         Raises ValueError on another shape, TypeError on floating numbers other than 0 and 1.
         """
-        if (mask := self.attention_mask) is None:
+        if self.attention_mask is None:
             return None
-        batch, time = self.x.shape[:2]
+        mask = self._of_new_tokens(self._whole_mask())
+        if not has_values(mask):
+            return mask
+        return None if bool((mask == 1).all()) else mask  # a call without mask is the fastest
+
+    def _whole_mask(self) -> Tensor:
+        """The mask over the cached tokens too; as booleans where it holds 0.0 and 1.0.
+
+        Of a static cache only the device knows T_past: the mask may begin anywhere, or be as long as the cache.
+        Raises ValueError on another shape.
+        """
+        mask, (batch, time) = self.attention_mask, self.x.shape[:2]
         past = max(0, mask.shape[-1] - time) if isinstance(self.past, Tensor) else self.past
         wanted = (batch, past + time)
         if tuple(mask.shape) != wanted:
@@ -90,13 +100,10 @@ class Inputs(NamedTuple):
                 f"attention_mask must have shape (batch, cached + new tokens) = {wanted}, "
                 f"got {tuple(mask.shape)}.{by_pairs}"
             )
-        if not has_values(mask):
-            return self._of_new_tokens(mask)
-        if mask.is_floating_point():  # as peft's prompt tuning makes it; rows of 0 are added to scores
-            keep = mask == 1
+        if has_values(mask) and mask.is_floating_point():  # as peft's prompt tuning makes it
+            keep = mask == 1  # rows of 0 are added to scores
             mask = keep if bool((keep | (mask == 0)).all() & keep.any(1).all()) else mask
-        mask = self._of_new_tokens(mask)
-        return None if bool((mask == 1).all()) else mask  # a call without mask is the fastest
+        return mask
 
     def _of_new_tokens(self, x: Tensor) -> Tensor:
         """Those columns (B, T) of x that belong to the new tokens."""
@@ -130,7 +137,7 @@ class Inputs(NamedTuple):
 
     def _restarts(self, position: Tensor) -> Tensor:
         """Where a document opens. Without a mask any jump opens one, as transformers' packing has it."""
-        if not self.masks_tokens or self.attention_mask.shape[-1] != position.shape[-1]:
+        if not self.masks_tokens or self.attention_mask.shape != self.x.shape[:2]:
             return F.pad(position.diff(dim=-1) != 1, (1, 0))
         keep = self.attention_mask.bool()
         before, position = last_kept_before(keep)[:, :-1], position.expand_as(keep)
@@ -189,12 +196,15 @@ class Inputs(NamedTuple):
     def masks(self, config: PreTrainedConfig, kinds: set[str], cache: Cache | None) -> dict:
         """The engine's mask for each kind of layer; transformers makes it in the form that config names.
 
-        Raises TypeError on a mask of pairs that transformers would add to scores as zeros and ones.
+        Raises TypeError on a mask of pairs that transformers would add to scores as zeros and ones, and as `mask` does
+        on one of tokens, which transformers would cut or fill up.
         """
         mask, name = self.attention_mask, config._attn_implementation
         if isinstance(mask, dict):
             return mask
         by_pairs = mask is not None and mask.dim() == 4
+        if mask is not None and not by_pairs:
+            as_bool(self._whole_mask(), "attention_mask")
         if name in ("eager", "flex_attention") and by_pairs and not mask.is_floating_point():
             raise TypeError(
                 f"attention_mask of pairs must hold numbers that {name!r} adds to scores, got dtype {mask.dtype}; "

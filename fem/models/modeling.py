@@ -291,7 +291,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
             kept = kept[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
         if config._attn_implementation == EXACT:
             return kept
-        given = Inputs(inputs_embeds, attention_mask, position_ids)
+        given = Inputs(inputs_embeds, attention_mask, position_ids, past=tokens_in(past_key_values))
         return given.masks(config, self.model.kinds, past_key_values) | {KEPT: kept}
 
     @can_return_tuple

@@ -217,6 +217,15 @@ TABLE = [
     (call, {"attention_mask": torch.ones(2, 1, 5, 5)}, ValueError, "attn_implementation='sdpa'"),
     (attended, {"engine": "sdpa", "attention_mask": ONES * 2}, ValueError, "attention_mask must hold 0 and 1"),
     (attended, {"engine": "sdpa", "attention_mask": ONES[:, :4]}, ValueError, r"mask.*\(2, 5\), got \(2, 4\)"),
+    *(  # which transformers would cut, fill up or turn round
+        (attended, {"engine": "sdpa", "attention_mask": mask, "position_ids": torch.arange(5)[None]}, error, words)
+        for mask, error, words in (
+            (ONES[:, :4], ValueError, r"\(2, 5\), got \(2, 4\)"),
+            (ONES[:1], ValueError, r"\(2, 5\), got \(1, 5\)"),
+            (ONES[:, None], ValueError, r"\(2, 5\), got \(2, 1, 5\)"),
+            (torch.zeros(2, 5), TypeError, "attention_mask must be bool or integers"),
+        )
+    ),
     *(
         (attended, {"engine": name, "attention_mask": torch.ones(2, 1, 5, 5).bool()}, TypeError, f"{name}.* torch.bool")
         for name in ("eager", "flex_attention")

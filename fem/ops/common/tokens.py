@@ -73,7 +73,7 @@ def read_tokens(
     before = cache_position or CachePosition.zero(batch, device)
     for name, marks in ((mask_name, mask), ("segment_ids", segment_ids)):
         _check_marks(name, marks, shape, device)
-    keep = None if mask is None else _as_bool(mask, mask_name)
+    keep = None if mask is None else as_bool(mask, mask_name)
     if segment_ids is not None and (segment_ids.is_floating_point() or segment_ids.dtype in _NO_IDS):
         raise TypeError(f"segment_ids must be integers, one id per document, got dtype {segment_ids.dtype}.")
     if keep is None and segment_ids is None:
@@ -146,7 +146,7 @@ def _check_marks(name: str, marks: Tensor | None, shape: tuple[int, int], device
 
 
 @shared
-def _as_bool(mask: Tensor, name: str) -> Tensor:
+def as_bool(mask: Tensor, name: str) -> Tensor:
     """A mask of 0 and 1 as booleans. Raises on floats and, where it may look, on other numbers."""
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(
