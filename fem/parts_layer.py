@@ -28,6 +28,7 @@ from fem.ops.common.backend import plain_tensors, watched
 from fem.ops.softmax.softmax_read import are_few
 from fem.ops.softmax.support import seen_in_cache, seen_keys
 from fem.priors import SoftmaxPrior
+from fem.priors.kv_cache import packing_of
 from fem.state import CACHED
 
 
@@ -40,6 +41,8 @@ def mixed(
     if not (fused_layer.available(call.x) and known) or config.value_logexp_cap is not None:
         return None
     if streams and (torch.is_grad_enabled() or torch.compiler.is_compiling() or are_few(call.x)):
+        return None
+    if packing_of(call.memory or {}) is not None:  # of a state that a CPU made
         return None
     bounded, widths = streams or is_bounded(layer, call), widths_of(config)
     kernel = _kernel(layer, call.x, (config.n_head, config.kv_heads, config.key_width), widths, config.causal, bounded)

@@ -18,11 +18,12 @@ from fem.ops.linear_attention import doubtful_tokens, fla_read, linear_mixed_rea
 from fem.ops.softmax.fused import bounded_attention
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as kernels
+from fem.priors import kv_cache
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # fresh memory is NaN: what nobody wrote shows
 
-KERNEL = fused_layer.attention_kernel
+KERNEL, PACK = fused_layer.attention_kernel, kv_cache.pack_exactly
 PARTS_OFF = {"use_lse": False, "use_temperature": False, "use_outer_gate": False}
 LAYERS = {
     "full": {},
@@ -233,6 +234,15 @@ def test_tokens_go_on_from_a_fused_prefill(name, padded, documents, doubt, monke
             z, state = layer(x[:, 12:18], state=state, return_state=True, **part(12, 18))
         last, _ = layer(x[:, 18:], state=state, return_state=True, **part(18, 19))
     assert (torch.cat([y, z, last], 1) - wanted)[keep].norm() < 1e-5 * wanted[keep].norm()
+
+
+@torch.no_grad()
+def test_the_state_of_a_cpu_is_read_as_a_cpu_packed_it(monkeypatch):
+    layer, x = build({}), torch.randn(2, 19, 20)
+    monkeypatch.setattr(kv_cache, "pack_exactly", PACK)
+    y, state = layer(x[:, :12], return_state=True)
+    z, _ = layer(x[:, 12:], state=state, return_state=True)
+    torch.testing.assert_close(torch.cat([y, z], 1).double(), exact(layer)(x.double()), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
