@@ -120,7 +120,7 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
         if order is not None and layer.config.window is not None:
             k, v, tokens = order.as_before(k), order.as_before(v), given
         elif order is not None:  # in a cache, too, masked tokens may stand behind the kept ones
-            tokens = replace(tokens, keep=~order.masked)
+            tokens = replace(tokens, keep=order.kept)
         memory = cut_to_window(layer, appended(layer, {}, k, v, tokens))
     return o if order is None else order.as_before(o), memory
 

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fem.ops.common.backend import by_kernels, transformed
 from fem.ops.common.precision import upcast
+from fem.ops.common.shared import shared
 from fem.ops.common.tokens import Tokens
 from fem.ops.softmax.cached import fixed_packing, from_cache, pack_exactly
 from fem.ops.softmax.packing import Packing
@@ -103,10 +104,17 @@ def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens) -> Memor
     keep, document = (tokens.keep, tokens.keep, True), (tokens.start, tokens.document, 0)
     for name, (brought, mark, usual) in {"keep": keep, "document": document}.items():
         if name in memory or brought is not None:
-            parts = (memory.get(name), old), (mark, k.shape[2])
-            parts = [torch.full((k.shape[0], n), usual, device=k.device) if x is None else x for x, n in parts]
-            marks[name] = torch.cat(parts, 1)
+            marks[name] = _joined(memory.get(name), mark, (k.shape[0], old), (k.shape[0], k.shape[2]), usual, k.device)
     return marks
+
+
+@shared
+def _joined(
+    before: Tensor | None, new: Tensor | None, shape: Sequence[int], new_shape: Sequence[int], usual, device
+) -> Tensor:
+    """The marks of a cache and of the tokens behind it, the same tensor for all layers of a model; None: the usual."""
+    marks = (before, shape), (new, new_shape)
+    return torch.cat([torch.full(shape, usual, device=device) if x is None else x for x, shape in marks], 1)
 
 
 _rooms = WeakIdKeyDictionary()  # by a cache, until it is gone: the buffer that it begins, and True for who first asks

@@ -14,13 +14,14 @@ from fem.ops.common.tokens import Tokens, whole_rows
 
 
 class Order(NamedTuple):
-    """Where each token of the new order stood, where each one of the old order stands now, and which are masked in the
-    old order and in the new one."""
+    """Where each token of the new order stood, where each one of the old order stands now, which are masked in the old
+    order and in the new one, and which are kept in the new one."""
 
     order: Int[Tensor, "b t"]
     back: Int[Tensor, "b t"]
     masked_before: Bool[Tensor, "b t"]
     masked: Bool[Tensor, "b t"]
+    kept: Bool[Tensor, "b t"]
 
     @property
     def column(self) -> Int[Tensor, "b t"]:
@@ -47,7 +48,8 @@ def kept_first(keep: Bool[Tensor, "b t"], document: Int[Tensor, "b t"] | None) -
     back = torch.where(keep, count - 1, count[:, -1:] + place - count)
     order = torch.empty_like(back).scatter_(1, back, place)
     document = None if document is None else document.gather(1, order).cummax(1).values
-    return whole_rows(tuple(keep.shape), keep.device, None, document), Order(order, back, ~keep, place >= count[:, -1:])
+    kept = place < count[:, -1:]
+    return whole_rows(tuple(keep.shape), keep.device, None, document), Order(order, back, ~keep, ~kept, kept)
 
 
 class _Reordered(torch.autograd.Function):

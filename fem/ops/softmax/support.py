@@ -150,11 +150,12 @@ def seen_keys(
         first = torch.maximum(first, _before(document, own))
         end = end if causal else torch.minimum(end, _before(document, own + 1))
     if order is not None:
-        end = torch.minimum(end, (~order.masked).sum(1, keepdim=True)).clamp_min(1)
+        end = torch.minimum(end, order.kept.sum(1, keepdim=True)).clamp_min(1)
         first = torch.minimum(first, end - 1)
     return first.int(), end.expand_as(first).int().contiguous()
 
 
+@shared
 def seen_in_cache(
     queries: int, keep: Bool[Tensor, "b t"], window: int | None, document: Int[Tensor, "b t"] | None
 ) -> tuple[Int[Tensor, "b tq"], Int[Tensor, "b tq"], Order]:
