@@ -464,9 +464,10 @@ def test_a_prompt_waits_for_nothing(prior, marks, most):
 @torch.no_grad()
 @pytest.mark.parametrize("marks, fields, most", [
     ({}, {}, 67), (PADDING, {}, 90), ({}, {"window": 64}, 69), (PADDING, {"free_share": 0.5, "n_kv_head": 2}, 98),
+    ({}, {"prior_type": "linear"}, 22), (PADDING, {"prior_type": "gla"}, 27),
 ])  # fmt: skip
 def test_a_prompts_continuation_waits_for_nothing(marks, fields, most):
-    """Forty of its launches say who sees whom, once for all layers of a model where no token is masked."""
+    """Forty of softmax's launches say who sees whom, once for all layers of a model."""
     layer, x = build(256, 4, **fields).bfloat16().eval(), tokens(2, 40).bfloat16()
     _, state = layer(tokens().bfloat16(), return_state=True, **marks)
     for _ in range(3):

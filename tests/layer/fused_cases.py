@@ -229,7 +229,7 @@ def test_tokens_go_on_from_a_fused_prefill(name, padded, documents, doubt, monke
         with monkeypatch.context() as fused_alone:
             fused_alone.setattr(layer.prior, "read", None)
             y, state = layer(x[:, :12], return_state=True, **part(0, 12))
-            if layer.prior.name != "softmax":
+            if layer.prior.name != "softmax":  # which others read
                 fused_alone.undo()
             z, state = layer(x[:, 12:18], state=state, return_state=True, **part(12, 18))
         last, _ = layer(x[:, 18:], state=state, return_state=True, **part(18, 19))

@@ -11,12 +11,13 @@ import fla_reference
 import pytest
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from reads import KEEPS_VALUES, KEYED, LAYOUTS, check, errors
 from reads import draw_for_kernels as draw
 
 from fem.ops.common import backend
 from fem.ops.common.rope import frequencies, rotate_all
-from fem.ops.linear_attention import fla_read
+from fem.ops.linear_attention import fla_read, scan_kernels
 from fem.ops.linear_attention.feature_kernels import features
 
 torch.set_num_threads(1)
@@ -114,6 +115,33 @@ def test_what_a_kernel_cannot_prove_is_computed_again(proven, name, change):
     changed[:, 12] += change.get("spike", 0.0)
     check(call.set(free_values=100 + 1e-3 * changed if "span" in change else changed), 1e-4, exact="plain")
     assert not any(proven)
+
+
+@pytest.mark.parametrize(("documents", "change"), [
+    (False, {}), (False, {"doubt": 1e30}),
+    *((True, change) for change in ({"spike": 300.0}, {"doubt": 1e30}, {"normalize": False}, {"causal": False})),
+])  # fmt: skip
+@every_scan
+@torch.no_grad()
+def test_without_gradients_the_card_reads_what_is_in_doubt(monkeypatch, proven, name, documents, change):
+    """In pieces, which go on from a state, too."""
+    monkeypatch.setattr(fla_read, "SETTLED", torch.float32)
+    monkeypatch.setattr(
+        scan_kernels, "LEAST_PROVEN", tl.constexpr(change.get("doubt", scan_kernels.LEAST_PROVEN.value))
+    )
+    call, marks = draw(name, 23, free=4), marks_of(23, documents)
+    call.arguments["free_values"][:, 12] += change.get("spike", 0.0)
+    call.rules.update({rule: change[rule] for rule in ("normalize", "causal") if rule in change})
+    exact = call.map(torch.Tensor.double).read(backend="plain", **marks)
+    found = [call.read(backend="triton", **marks)]
+    if call.rules.get("causal", True):
+        call.rules["backend"] = "triton"
+        read, _ = call.with_state(9, 4, 10, **marks)
+        found.append(read)
+    for read in found:
+        for one, wanted in zip(read, exact):
+            assert (one - wanted).norm() <= 2e-5 * wanted.norm()
+    assert all(proven)
 
 
 @every_scan

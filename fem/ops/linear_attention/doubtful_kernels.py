@@ -85,12 +85,29 @@ def load_query(q, entry, KEY: tl.constexpr, wide):
 
 
 @triton.jit
+def merged(top, total, mean, tops, sums, log_s, value, energy, shift, narrow, rate):
+    """The greatest log s with sums of s and s v over it, and the greatest of log s + beta (f - shift) with sums of its
+    exponentials over that, of a block of keys more."""
+    seen, peak = log_s > NO_WEIGHT, tl.maximum(top, tl.max(log_s, 0))
+    s = tl.where(seen, tl.exp(log_s - peak), 0.0)
+    total = total * tl.exp(top - peak) + tl.sum(s, 0)
+    mean = mean * tl.exp(top - peak) + tl.sum(s[:, None] * value, 0)
+    z = rate * (energy - shift)
+    height = log_s[:, None] + tl.where(narrow, 0.0, z)
+    peaks = tl.maximum(tops, tl.max(height, 0))
+    e = tl.exp(height - peaks[None]) * tl.where(narrow, expm1(tl.where(narrow, z, 0.0)), 1.0)
+    sums = sums * tl.exp(tops - peaks) + tl.sum(tl.where(seen[:, None], e, 0.0), 0)
+    return peak, total, mean, peaks, sums
+
+
+@triton.jit
 def read_of_query(
     query, k, g, opens, v, f, shift, narrow, rate, t, row, head, heads, v_row, f_row, v_at, f_at,
     MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr, KEYS: tl.constexpr, DECAYS: tl.constexpr, wide, column,
-    channel, decay,
+    channel, decay, old_weight, old_mean, old_free,
 ):  # fmt: skip
-    """log sum_i s_ti, mean and F of a query at token t; LOG_ZERO and 0 where it weighs nothing."""
+    """log sum_i s_ti, mean and F of a query at token t; LOG_ZERO and 0 where it weighs nothing. Key channels whose old
+    read is given are keys before the first, of one channel each."""
     total, carried, start = 0.0, tl.zeros((1, decay.shape[0]), tl.float32), t // KEYS * KEYS
     mean, sums = tl.zeros(column.shape, tl.float32), tl.zeros(channel.shape, tl.float32)
     top, tops = tl.full((), LOG_ZERO, tl.float32), sums + LOG_ZERO
@@ -100,16 +117,25 @@ def read_of_query(
         )
         key, seen = start + tl.arange(0, KEYS), log_s > NO_WEIGHT
         value, energy = values_of_keys(v, f, v_row, f_row, v_at, f_at, key, seen, MEAN, FREE, column, channel)
-        peak = tl.maximum(top, tl.max(log_s, 0))
-        s = tl.where(seen, tl.exp(log_s - peak), 0.0)
-        total = total * tl.exp(top - peak) + tl.sum(s, 0)
-        mean = mean * tl.exp(top - peak) + tl.sum(s[:, None] * value, 0)
-        z = rate * (energy - shift)
-        height = log_s[:, None] + tl.where(narrow, 0.0, z)
-        peaks = tl.maximum(tops, tl.max(height, 0))
-        e = tl.exp(height - peaks[None]) * tl.where(narrow, expm1(tl.where(narrow, z, 0.0)), 1.0)
-        sums = sums * tl.exp(tops - peaks) + tl.sum(tl.where(seen[:, None], e, 0.0), 0)
-        top, tops, start = peak, peaks, tl.where(tl.max(carried) > NO_WEIGHT, start - KEYS, -1)
+        top, total, mean, tops, sums = merged(top, total, mean, tops, sums, log_s, value, energy, shift, narrow, rate)
+        start = tl.where(tl.max(carried) > NO_WEIGHT, start - KEYS, -1)
+    if old_weight is not None:
+        token = row + tl.arange(0, 1)
+        carried += fall_into(g, opens, token, token * heads + head, token >= 0, DECAYS, decay)
+        for first in range(0, KEY, KEYS):
+            held = first + tl.arange(0, KEYS)
+            there, own = held < KEY, held[:, None] == wide[None]
+            if DECAYS == 1:
+                fallen = tl.sum(carried)
+            else:
+                fallen = tl.sum(tl.where(own, carried, 0.0), 1)
+            log_s = log_or_zero(tl.sum(tl.where(own, query[None], 0.0), 1)) + fallen
+            log_s = tl.maximum(log_s + tl.load(old_weight + held, there, other=LOG_ZERO), LOG_ZERO)
+            value = load_columns(old_mean, held, MEAN, 0, MEAN, column, there)
+            energy = load_columns(old_free, held, FREE, 0, FREE, channel, there)
+            top, total, mean, tops, sums = merged(
+                top, total, mean, tops, sums, log_s, value, energy, shift, narrow, rate
+            )
     known = total > 0.0
     total = tl.where(known, total, 1.0)
     ratio = sums[None] / total
@@ -130,14 +156,16 @@ def through_scores(log_s, log_z, value, energy, mean_slope, free, d_mean, d_free
 
 @launched
 def doubtful_kernel(
-    q, k, g, opens, v, f, scheme, beta, raised, doubtful, log_weight, mean, free, time, heads, v_batch, v_row, v_head,
-    f_batch, f_row, f_head, CELLS: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr, KEY: tl.constexpr,
-    KEYS: tl.constexpr, DECAYS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr, WIDE: tl.constexpr,
+    q, k, g, opens, v, f, scheme, beta, raised, doubtful, log_weight, mean, free, old_weight, old_mean, old_free, time,
+    heads, v_batch, v_row, v_head, f_batch, f_row, f_head, CELLS: tl.constexpr, MEAN: tl.constexpr, FREE: tl.constexpr,
+    KEY: tl.constexpr, KEYS: tl.constexpr, DECAYS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write the mean and F of the marked tokens: a program has every so many tokens of a head.
+    """Write the mean and F of the marked tokens, and where it is asked for log_weight, log sum_i s_ti: a program has
+    every so many tokens of a head. old_weight, old_mean, old_free (B, H, KEY, _): what key channels held before.
 
-    CELLS: of the marked key channels (B, H, KEY), and their weights, which they have kept in the end: the read of a
-    query that is 1 there.
+    CELLS: of the marked key channels (B, H, KEY) instead, what they have kept in the end: the read of a query that is 1
+    there.
     """
     decay = tl.arange(0, WIDE if DECAYS > 1 else 1)
     head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -145,6 +173,10 @@ def doubtful_kernel(
     if tl.load(raised + cell) != 0:
         channel, column, wide, row = tl.arange(0, COLUMNS), tl.arange(0, BROAD), tl.arange(0, WIDE), batch * time
         shift, narrow, _, rate, _ = load_scan_scheme(scheme, beta, cell, head, FREE, channel, channel < FREE)
+        if old_weight is not None:
+            old_weight += cell * KEY
+            old_mean += cell * KEY * MEAN
+            old_free += cell * KEY * FREE
         count = KEY if CELLS else time
         for n in range(tl.program_id(1), count, tl.num_programs(1)):
             if tl.load(doubtful + cell * count + n) != 0:
@@ -156,9 +188,9 @@ def doubtful_kernel(
                 log_z, value, energy = read_of_query(
                     query, k, g, opens, v + batch * v_batch, f + batch * f_batch, shift, narrow, rate, t, row, head,
                     heads, v_row, f_row, head * v_head, head * f_head, MEAN, FREE, KEY, KEYS, DECAYS, wide, column,
-                    channel, decay,
+                    channel, decay, old_weight, old_mean, old_free,
                 )  # fmt: skip
-                if CELLS:
+                if log_weight is not None:
                     tl.store(log_weight + entry, log_z)
                 tl.store(mean + entry * MEAN + column, value, column < MEAN)
                 tl.store(free + entry * FREE + channel, energy, channel < FREE)
@@ -188,7 +220,7 @@ def doubtful_tokens_backward_kernel(
                 query = load_query(q, entry, KEY, wide)
                 log_z, mean, free = read_of_query(
                     query, k, g, opens, v, f, shift, narrow, rate, t, row, head, heads, v_row, f_row, head * v_head,
-                    head * f_head, MEAN, FREE, KEY, KEYS, DECAYS, wide, column, channel, decay,
+                    head * f_head, MEAN, FREE, KEY, KEYS, DECAYS, wide, column, channel, decay, None, None, None,
                 )  # fmt: skip
                 of_mean = tl.load(d_mean + entry * MEAN + column, column < MEAN, other=0.0).to(tl.float32)
                 of_free = tl.load(d_free + entry * FREE + channel, there, other=0.0).to(tl.float32)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fem.ops.linear_attention import doubtful_kernels as K
-from fem.ops.linear_attention.fla_read import ScanSizes, width_of
+from fem.ops.linear_attention.linear_form import ScanSizes, width_of
 
 KEYS = 16  # that a token is read over at a time
 PROGRAMS = 64  # of a head that share its tokens
@@ -47,14 +48,15 @@ class Scan(NamedTuple):
         return heads, min(PROGRAMS, sizes.tiles(time)), batch
 
 
-def read_doubtful(sizes: ScanSizes, scan: Scan, log_weight: Float[Tensor, "b h dk"] | None, mean, free) -> None:
-    """Write the mean (B, T, H, d_v) and F (B, T, H, d_f) of the tokens in doubt.
+def read_doubtful(sizes: ScanSizes, scan: Scan, read: Sequence[Tensor | None], old=(None,) * 3, cells=False) -> None:
+    """Write the read of the tokens in doubt, (B, T, H, _): its log-weight, unless that is None, mean and F.
 
-    log_weight: of key channels in doubt instead, this too, as they are after the last token, (B, H, d_k, _).
+    old: the memory before the first token. cells: of key channels in doubt instead, as they are after the last token,
+    (B, H, d_k, _).
     """
     sizes.launch(
-        K.doubtful_kernel, scan.grid(sizes), *scan, log_weight, mean, free, *scan.numbers, CELLS=log_weight is not None,
-        KEYS=KEYS, DECAYS=scan.decays,
+        K.doubtful_kernel, scan.grid(sizes), *scan, *read, *old, *scan.numbers, CELLS=cells, KEYS=KEYS,
+        DECAYS=scan.decays,
     )  # fmt: skip
 
 

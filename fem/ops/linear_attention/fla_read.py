@@ -4,15 +4,13 @@
     F = c + log(sums_e / sums_1) / beta
 
 Beside that kernel there are five launches forward, one of them for the memory after the last token, and three backward,
-one of them for the sums of beta's gradient; a state in and out has two more. The host waits once, forward, to see
-whether anything is in doubt; `linear_mixed_read`, which has no memory, reads that on the card.
+one of them for the sums of beta's gradient; a state in and out has two more. With gradients, and in float32, the host
+waits once, forward, to see whether anything is in doubt. Else that is read on the card.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +20,17 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from fem.ops.common.backend import MOST_PROGRAMS, differentiated, on
-from fem.ops.common.launch import cdiv, next_power_of_2
+from fem.ops.common.launch import cdiv
 from fem.ops.common.operator import again_differentiable, recorded
 from fem.ops.common.read import Terms
 from fem.ops.common.shared import shared
 from fem.ops.linear_attention import scan_kernels as K
+from fem.ops.linear_attention.doubtful_tokens import Scan, read_doubtful
+from fem.ops.linear_attention.linear_form import ScanSizes, width_of
 from fem.ops.linear_attention.linear_log_space import LinearInputs
 
-NUMBERS = 2048  # of a tile, 16 for each of 128 threads
 PART = 256  # tokens whose extremes one program finds
+SETTLED = torch.bfloat16  # values that are read without waiting: in float32 more is in doubt than digits of sums
 CELLS = 8  # key channels of a memory that are read together
 MISCOMPILES = "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"
 
@@ -51,8 +51,29 @@ def fla_read(
     beta, *memory = (part.contiguous() for part in (x.beta, *memory))
     f = None if x.f is x.v else x.f
     tensors = (x.q, x.k, x.g, x.opens, x.v, f, beta, *memory)
+    if x.v.dtype == SETTLED and not differentiated(*tensors):
+        return _settled(stated, *tensors)
     *found, raised = _FlaRead.apply(again, stated, differentiated(*tensors), *tensors)
     return None if raised.cpu().any() else (Terms(*found[:3]), Terms(*found[3:]))
+
+
+def _settled(stated: bool, q, k, g, opens, v, f, beta, *memory: Tensor) -> tuple[Terms, Terms]:
+    """The same without gradients, where what is in doubt is read from the definition on the card."""
+    v, f = (x if x.stride(3) == 1 else x.contiguous() for x in (v, v if f is None else f))
+    sizes = ScanSizes.of(v.shape[3], f.shape[3], q.shape[3])
+    with on(v.device):
+        inputs, scheme, heaviest, raised = packed(sizes, stated, q, k, g, v, f, beta, memory)
+        sums, last = with_graph(inputs, opens, False)
+        tokens, cells = (raised.new_empty(*raised.shape, n, dtype=torch.bool) for n in q.shape[1::2])
+        read = unpacked(sizes, sums, inputs[0], scheme, beta, raised, v.dtype, tokens)
+        after = unpacked(sizes, last, heaviest, scheme, beta, raised, last.dtype, cells, cells=True)
+        old, doubt = (
+            memory if stated else [None] * 3,
+            Scan(*inputs[:2], inputs[3], opens, v, f, scheme, beta, raised, tokens),
+        )
+        read_doubtful(sizes, doubt, read, old)
+        read_doubtful(sizes, doubt._replace(doubtful=cells), after, old, cells=True)
+    return read, after
 
 
 def _by_rows(memory: Terms, x: LinearInputs, rows: int) -> Iterator[tuple[Terms, LinearInputs]]:
@@ -123,38 +144,6 @@ class _FlaRead(torch.autograd.Function):
         return None, None, None, d_q.to(q.dtype), d_k.to(k.dtype), d_g, None, d_v, d_f, tilts.sum(0), *d_memory
 
 
-class ScanSizes(NamedTuple):
-    """Widths of a head's mean, free energy and keys, and what kernels are built for."""
-
-    mean: int
-    free: int
-    key: int
-    width: int  # of the sums, and of the items
-    rows: int  # of a tile
-    constants: dict[str, int]
-
-    @classmethod
-    @lru_cache(256)
-    def of(cls, mean: int, free: int, key: int) -> ScanSizes:
-        power = next_power_of_2
-        width = 16 * cdiv(mean + free + 2, 16)
-        blocks = {"COLUMNS": power(max(free, 1)), "BROAD": power(max(mean, 1)), "WIDE": power(key)}
-        rows = max(1, NUMBERS // max(blocks.values()))
-        widths = {"MEAN": mean, "FREE": free, "KEY": key, "WIDTH": width}
-        rest = power(width - mean - free)
-        return cls(
-            mean, free, key, width, rows, {**widths, **blocks, "ROWS": rows, "REST": rest, "WHOLE": power(width)}
-        )
-
-    def tiles(self, rows: int) -> int:
-        return cdiv(rows, self.rows)
-
-    def launch(self, kernel, grid: tuple[int, int, int], *arguments, **constants: int) -> None:
-        """Launch a kernel with those of the constants that it has."""
-        fitting = {name: x for name, x in self.constants.items() if name in kernel.arg_names}
-        kernel[grid](*arguments, **fitting | constants)
-
-
 def packed(
     sizes: ScanSizes, stated: bool, q, k, g, v, f, beta, memory, theta: Tensor | None = None,
     start: float | None = None, opens: Bool[Tensor, "b t"] | None = None,
@@ -202,11 +191,6 @@ def multiplied(v: Tensor, decays: int) -> torch.dtype:
     """The dtype of what fla's kernel multiplies, which takes so many decays of a head."""
     sound = decays > 0 or not miscompiled(v.device)
     return torch.bfloat16 if v.dtype == torch.bfloat16 and sound else torch.float32
-
-
-def width_of(g: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"]) -> int:
-    """How many decays a head has."""
-    return 1 if g.ndim == 3 else g.shape[3]
 
 
 def _decay(g: Tensor | None) -> Tensor | None:

@@ -7,11 +7,16 @@ o = outer gate of (1 - lambda) mean + lambda F of the read by phi(q), phi(k), v 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+
+from fem.ops.common.launch import cdiv, next_power_of_2
+
+NUMBERS = 2048  # of a tile, 16 for each of 128 threads
 
 
 class LinearForm(NamedTuple):
@@ -78,3 +83,40 @@ def logits_of(gates: Sequence[Tensor | None], ups: Sequence[Tensor | None]) -> l
     """U z + b of slim gates."""
     pairs = zip(gates, ups[::2], ups[1::2])
     return [None if z is None else F.linear(z.flatten(0, 1), up, bias) for z, up, bias in pairs]
+
+
+class ScanSizes(NamedTuple):
+    """Widths of a head's mean, free energy and keys, and what kernels are built for."""
+
+    mean: int
+    free: int
+    key: int
+    width: int  # of the sums, and of the items
+    rows: int  # of a tile
+    constants: dict[str, int]
+
+    @classmethod
+    @lru_cache(256)
+    def of(cls, mean: int, free: int, key: int) -> ScanSizes:
+        power = next_power_of_2
+        width = 16 * cdiv(mean + free + 2, 16)
+        blocks = {"COLUMNS": power(max(free, 1)), "BROAD": power(max(mean, 1)), "WIDE": power(key)}
+        rows = max(1, NUMBERS // max(blocks.values()))
+        widths = {"MEAN": mean, "FREE": free, "KEY": key, "WIDTH": width}
+        rest = power(width - mean - free)
+        return cls(
+            mean, free, key, width, rows, {**widths, **blocks, "ROWS": rows, "REST": rest, "WHOLE": power(width)}
+        )
+
+    def tiles(self, rows: int) -> int:
+        return cdiv(rows, self.rows)
+
+    def launch(self, kernel, grid: tuple[int, int, int], *arguments, **constants: int) -> None:
+        """Launch a kernel with those of the constants that it has."""
+        fitting = {name: x for name, x in self.constants.items() if name in kernel.arg_names}
+        kernel[grid](*arguments, **fitting | constants)
+
+
+def width_of(g: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"]) -> int:
+    """How many decays a head has."""
+    return 1 if g.ndim == 3 else g.shape[3]

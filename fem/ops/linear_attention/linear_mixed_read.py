@@ -31,7 +31,7 @@ from fem.ops.linear_attention.doubtful_tokens import (
     through_doubtful_decays,
 )
 from fem.ops.linear_attention.feature_kernels import launch_features
-from fem.ops.linear_attention.linear_form import LinearForm, LinearOptions, logits_of
+from fem.ops.linear_attention.linear_form import LinearForm, LinearOptions, ScanSizes, logits_of
 
 EVEN = 8  # numbers of 16 bits: rows of another width are multiplied slowly
 NEVER = 1e4  # logits of a decay by nothing
@@ -104,7 +104,7 @@ class _LinearMixedRead(OwnBackward):
         (x, weight), opens, form = tensors[:2], tensors[-1], LinearForm(*form)
         empty, heads = lambda: x.new_empty(0), lambda width: x.new_empty(*x.shape[:2], form.heads, width)
         made = lambda *shape: x.new_empty(shape, dtype=torch.float32)  # noqa: E731
-        widths = (form.key, form.key, scan.ScanSizes.of(form.mean, form.free, form.key).width)
+        widths = (form.key, form.key, ScanSizes.of(form.mean, form.free, form.key).width)
         decays = scan.taken(max(form.decays, opens is not None), form.key, x.device)
         items = [heads(width).to(scan.multiplied(x, decays)) for width in widths]
         rest = x.new_empty(*x.shape[:2], len(weight) - form.keys)
@@ -127,7 +127,7 @@ class _LinearMixedRead(OwnBackward):
         to_values, *d_gates, d_decay = form.parts(d_rest)
         d_values = torch.empty_like(values) if form.context else to_values
         d_rest[..., sum(form.columns) :].zero_()
-        sizes = scan.ScanSizes.of(form.mean, form.free, form.key)
+        sizes = ScanSizes.of(form.mean, form.free, form.key)
         tilts = beta.new_empty(2, rest.shape[0] * sizes.tiles(rest.shape[1]), *beta.shape)  # what tiles give theta's
         slope = theta is not None
         items, (sums, _) = scan.graph_of(items, None, last=False)
@@ -191,7 +191,7 @@ def _read(
         if decay is not None:
             decay.masked_fill_(hidden, NEVER)
     v, f = form.pair(values)
-    sizes = scan.ScanSizes.of(form.mean, form.free, form.key)
+    sizes = ScanSizes.of(form.mean, form.free, form.key)
     beta = torch.empty(form.heads, form.free, dtype=torch.float32, device=x.device)
     given = *phi, decay, v, f, beta, [None] * 3, theta, start, opens
     items, scheme, heaviest, raised = scan.packed(sizes, False, *given)
@@ -199,11 +199,11 @@ def _read(
     doubtful = torch.empty(*raised.shape, x.shape[1], dtype=torch.bool, device=x.device)
     _, *read = scan.unpacked(sizes, sums, items[0], scheme, beta, raised, x.dtype, doubtful)
     doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful)
-    read_doubtful(sizes, doubt, None, *read)
+    read_doubtful(sizes, doubt, (None, *read))
     if stated:
         cells = torch.empty(*raised.shape, form.key, dtype=torch.bool, device=x.device)
         memory = scan.unpacked(sizes, last, heaviest, scheme, beta, raised, last.dtype, cells, cells=True)
-        read_doubtful(sizes, doubt._replace(doubtful=cells), *memory)
+        read_doubtful(sizes, doubt._replace(doubtful=cells), memory, cells=True)
     logits = logits_of(gates, ups) if form.rank else gates
     o = launch_gate(*read, *logits, _split(form), eps, rows_apart=(_row(form, rest), None))
     kept = [rest, values if form.context else None, *items[:-1], scheme, beta, raised, doubtful, *read]
