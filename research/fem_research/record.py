@@ -147,21 +147,25 @@ def mad(recipe: Mapping, results: Mapping) -> Iterator[Row]:
 
 
 def vision(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    of_seed = {"score": "accuracies", "loss": "losses", "images_per_second": "speeds"}
     for name, found in results.get("vision", {}).items():
-        for seed, score in enumerate(found["accuracies"]):
-            row = {"task": recipe["data"]} | mixer(name, recipe) | {"epochs": recipe["epochs"]}
-            row |= {"seed": recipe["seed"] + seed, "rate": recipe["learning_rate"], "score": score}
-            yield row | {"parameters": found["parameters"], "images_per_second": found["images_per_second"]}
+        row = {"task": recipe["data"]} | mixer(name, recipe) | {"epochs": recipe["epochs"]}
+        for seed, values in enumerate(zip(*(found[several] for several in of_seed.values()), strict=True)):
+            own = {"seed": recipe["seed"] + seed, "rate": recipe["learning_rate"]} | dict(zip(of_seed, values))
+            yield row | own | {"parameters": found["parameters"]}
 
 
 def forecast(recipe: Mapping, results: Mapping) -> Iterator[Row]:
+    of_seed = {"seed": "seeds", "score": "mses", "mae": "maes", "lookback": "lookbacks", "parameters": "sizes"}
+    of_seed |= {"cpu_seconds": "seconds"}
     for found in results.get("forecast", ()):
-        ours = found["model"] not in NEURAL
-        backbone = {"n_head": recipe["heads"], "rate": recipe["learning_rate"]} if ours else {}
-        for seed, mse in zip(found["seeds"], found["mses"], strict=True):
-            row = {"task": found["data"], "horizon": found["horizon"]} | mixer(found["model"], {}) | backbone
-            row |= {"seed": seed, "score": mse, "lookback": found["lookback"]}
-            yield row | {"parameters": found["parameters"], "mae": found["mae"], "cpu_seconds": found["cpu_seconds"]}
+        row = {"task": found["data"], "horizon": found["horizon"]} | mixer(found["model"], {})
+        if found["model"] in NEURAL:
+            row |= dict.fromkeys(SETTINGS)  # which are the backbone's
+        else:
+            row |= {"n_head": recipe["heads"], "rate": recipe["learning_rate"]}
+        for values in zip(*(found[several] for several in of_seed.values()), strict=True):
+            yield row | dict(zip(of_seed, values, strict=True))
 
 
 def argmax(recipe: Mapping, results: Mapping) -> Iterator[Row]:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fem_research.record import EXPERIMENTS, FILES, append
+from fem_research.record import EXPERIMENTS, FILES, append, rows_of
 
 RESULTS = Path(__file__).parents[1] / "results"
+FORECAST = {"data": "ETTh1", "horizon": 96, "maes": [0.1], "lookbacks": [336], "sizes": [9], "seconds": [1.0]}
 SELECTABLE = ("run", "task", "mixer", "seed", "rate", "steps")
 
 
@@ -59,10 +60,28 @@ def test_predictors_without_training_stand_in_the_record_of_argmax():
 
 @pytest.mark.parametrize("model, rate", [("none", 6e-4), ("softmax+CLTG", 6e-4), ("dlinear", None)])
 def test_only_the_backbone_has_its_rate_and_heads(model, rate):
-    found = {"data": "ETTh1", "horizon": 96, "lookback": 336, "parameters": 9, "mae": 0.1, "cpu_seconds": 1.0}
-    found |= {"model": model, "seeds": [0], "mses": [0.3]}
-    (row,) = EXPERIMENTS["forecast"]({"heads": 8, "learning_rate": 6e-4}, {"forecast": [found]})
+    recipe = {"heads": 8, "layers": 3, "epochs": 3, "learning_rate": 6e-4}
+    config = {"experiment": "forecast", "recipe": recipe, "date": "2026", "versions": {"python": "3"}}
+    config |= {"hardware": {"processor": "a CPU", "threads": 1, "gpus": []}}
+    (row,) = rows_of(config, {"forecast": [FORECAST | {"model": model, "seeds": [0], "mses": [0.3]}]})
     assert (row.get("rate"), row["n_head"]) == (rate, rate and 8)
+    assert (row["layers"], row["epochs"]) == (rate and 3, rate and 3)
+
+
+def test_a_row_has_what_its_own_training_measured():
+    several = {"model": "dlinear", "seeds": [0, 1], "mses": [0.3, 0.4]}
+    several |= {"maes": [0.1, 0.2], "lookbacks": [512, 1024], "sizes": [9, 17], "seconds": [1.0, 3.0]}
+    rows = EXPERIMENTS["forecast"]({"heads": 8, "learning_rate": 6e-4}, {"forecast": [FORECAST | several]})
+    names = ("seed", "score", "mae", "lookback", "parameters", "cpu_seconds")
+    assert [tuple(row[name] for name in names) for row in rows] == [
+        (0, 0.3, 0.1, 512, 9, 1.0),
+        (1, 0.4, 0.2, 1024, 17, 3.0),
+    ]
+    found = {"accuracies": [0.5, 0.25], "losses": [1.0, 2.0], "speeds": [3.0, 4.0], "parameters": 9}
+    recipe = {"seed": 5, "data": "digits", "epochs": 1, "learning_rate": 0.001}
+    rows = EXPERIMENTS["vision"](recipe, {"vision": {"FEM": found}})
+    names = ("seed", "score", "loss", "images_per_second")
+    assert [tuple(row[name] for name in names) for row in rows] == [(5, 0.5, 1.0, 3.0), (6, 0.25, 2.0, 4.0)]
 
 
 def test_the_demo_s_language_models_join_the_record_with_their_curves(tmp_path):

@@ -16,7 +16,7 @@ from fem_research.runs.tables import write_page
 
 MADE = {"hardware": {"processor": "a CPU", "threads": 1, "gpus": []}, "versions": {"python": "3"}, "date": "2026"}
 RECIPE = {"width": 64, "heads": 4, "seed": 0, "learning_rate": 0.001, "epochs": 1, "data": "/of/a/machine/digits"}
-FOUND = {"accuracies": [0.5, 0.25], "parameters": 9, "images_per_second": 1.0}
+FOUND = {"accuracies": [0.5, 0.25], "losses": [1.0, 2.0], "speeds": [3.0, 4.0], "parameters": 9}
 PAGE = """# Mine
 
 <!-- table: vision.csv: task=digits: mixer: score mean -->
@@ -76,7 +76,7 @@ def test_a_run_that_is_added_again_replaces_its_own_rows_alone(tmp_path, output,
 def test_a_smaller_run_of_the_same_name_replaces_none(tmp_path, output):
     run = made_up_run(tmp_path / "one")
     add_runs([run], output)
-    found = {"vision": {"FEM": FOUND | {"accuracies": [0.5]}}}
+    found = {"vision": {"FEM": FOUND | {"accuracies": [0.5], "losses": [1.0], "speeds": [3.0]}}}
     (run / "results.json").write_text(json.dumps(found))
     with pytest.raises(ValueError, match=r"got 1 of 'one', of which vision.csv has 2; give the folder another name"):
         add_runs([run], output)

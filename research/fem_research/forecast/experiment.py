@@ -40,7 +40,7 @@ def name_of(model: str) -> str:
 
 
 def summary(records: Sequence[dict]) -> list[dict]:
-    """Means over the seeds, and every seed's error, by data, horizon and model."""
+    """Mean errors over the seeds, and what every seed has, by data, horizon and model."""
     rows = (
         pd.DataFrame(records)
         .groupby(["data", "horizon", "model"], sort=False, as_index=False)
@@ -48,10 +48,11 @@ def summary(records: Sequence[dict]) -> list[dict]:
             mse=("mse", "mean"),
             mses=("mse", list),
             mae=("mae", "mean"),
+            maes=("mae", list),
             seeds=("seed", list),
-            lookback=("lookback", "first"),
-            parameters=("parameters", "first"),
-            cpu_seconds=("seconds", "mean"),
+            lookbacks=("lookback", list),
+            sizes=("parameters", list),
+            seconds=("seconds", list),
         )
     )
     return rows.to_dict("records")
@@ -62,7 +63,11 @@ def table(records: Sequence[dict]) -> list[dict]:
     return [
         {"model": name_of(row["model"]), "data": row["data"], "horizon": row["horizon"], "MSE": row["mse"]}
         | {"sd": spread(row["mses"]), "MSE by seed": by_seed(row["mses"], ".4f"), "MAE": row["mae"]}
-        | {"lookback": row["lookback"], "parameters": row["parameters"], "CPU s": row["cpu_seconds"]}
+        | {
+            "lookback": by_seed(list(dict.fromkeys(row["lookbacks"])), "d"),
+            "parameters": by_seed(list(dict.fromkeys(row["sizes"])), ","),
+        }
+        | {"CPU s": mean(row["seconds"])}
         for row in summary(records)
     ]
 

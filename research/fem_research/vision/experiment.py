@@ -34,11 +34,12 @@ TABLE_3 = {f"deit-{size}": {name: row[i] for name, row in PAPER.items()} for i, 
 
 
 def summary(records: Sequence[dict]) -> dict[str, dict]:
-    """Means over the seeds, and every seed's accuracy, by mixer."""
-    means = {name: (name, "mean") for name in ("accuracy", "loss", "images_per_second")}
+    """Means over the seeds, and what every seed has, by mixer."""
+    several = {"accuracy": "accuracies", "loss": "losses", "images_per_second": "speeds"}
+    means = {name: (name, "mean") for name in several} | {lists: (name, list) for name, lists in several.items()}
     rows = pd.DataFrame([{name: x for name, x in record.items() if name != "curve"} for record in records])
     mixers = rows.groupby("mixer", sort=False)
-    return mixers.agg(**means, parameters=("parameters", "first"), accuracies=("accuracy", list)).to_dict("index")
+    return mixers.agg(**means, parameters=("parameters", "first")).to_dict("index")
 
 
 def table(records: Sequence[dict]) -> list[dict]:
