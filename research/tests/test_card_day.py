@@ -22,6 +22,7 @@ from fem.models.presets import count_parameters
 from fem.train.signals import Paused
 from fem_research.card_day import kernels, layers, linux_text, long, table, table7, training
 from fem_research.card_day.__main__ import app
+from fem_research.card_day.facts import circumstances_of_card
 from fem_research.card_day.recipe import ROWS, TrainingRecipe
 from fem_research.common.mixers import canonical
 from fem_research.common.names import display
@@ -284,11 +285,29 @@ def test_a_signal_saves_and_the_same_command_goes_on(tokens, tmp_path, monkeypat
         (lambda: long.LongRecipe(parts=("layers",)), "parts must be from layer, model; got 'layers'"),
         (lambda: table7.Table7Recipe(dtypes=("float64",)), "dtypes must be from bfloat16, float32; got 'float64'"),
         (lambda: table7.Table7Recipe(modes=()), "modes must be from compiled, eager; got none"),
+        (lambda: table7.Table7Recipe(mixers=("attention", "nix")), "mixer must be a prior .*; got 'nix'"),
+        (lambda: long.LongRecipe(mixers=("nix",)), "mixer must be a prior .*; got 'nix'"),
+        (lambda: layers.LayersRecipe(mixers=("nix",)), "mixer must be a prior .*; got 'nix'"),
+        (lambda: layers.LayersRecipe(lengths=(100,)), "lengths must divide tokens = 16384, got 100"),
     ],
 )
 def test_what_a_slice_cannot_measure_is_refused(made, said):
     with pytest.raises(ValueError, match=said):
         made()
+
+
+def test_cells_of_another_card_or_commit_do_not_join_those_of_a_folder(tmp_path, monkeypatch):
+    recipe = long.LongRecipe(lengths=())
+    long.run(recipe, tmp_path)
+    long.run(recipe, tmp_path)
+    here = circumstances_of_card()
+    for changed, said in (
+        ({"hardware": here["hardware"] | {"gpus": ["NVIDIA H200"]}}, "machine"),
+        ({"code": "54c997fc"}, "commit"),
+    ):
+        monkeypatch.setattr("fem_research.card_day.cells.circumstances_of_card", lambda changed=changed: here | changed)
+        with pytest.raises(ValueError, match=f"output must hold cells of this {said}, got .* choose another"):
+            long.run(recipe, tmp_path)
 
 
 def test_a_damaged_file_of_cells_is_told(tmp_path):
@@ -357,11 +376,12 @@ def record(tmp_path, run, file):
 
 def test_a_slice_of_layers_is_a_run_that_joins_the_record(tmp_path, monkeypatch, capsys):
     run = tmp_path / "card_layers"
-    options = ["--mixers", "softmax;softmax+LTG/r4", "--modes", "eager", "--lengths", "16", "--tokens", "32"]
+    options = ["--mixers", "attention;attention+LTG/r4", "--modes", "eager", "--lengths", "16", "--tokens", "32"]
     options += ["--width", "32", "--heads", "2", "--seconds", "0", "--output", str(run)]
     monkeypatch.setattr("sys.argv", ["card_day", "layers", *options])
     assert CliRunner().invoke(app, ["layers", *options]).exception is None
     cells = json.loads((run / "results.json").read_text())["cells"]
+    assert "| train ms ratio |" in (run / "report.md").read_text()  # beside attention, however it is typed
     rows = record(tmp_path, run, "cost")
     assert [row["mixer"] for row in rows] == ["attention", "attention+LTG/r4"]
     assert [float(row["train_ms"]) for row in rows] == [1e3 * cell["train"]["seconds"] for cell in cells]

@@ -16,6 +16,7 @@ from fem_research.common.measure import Step, cpu_growth, cpu_seconds, gpu_secon
 
 GRAPHS = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}  # what is left uncompiled would not be told
 FEWEST, MOST = 3, 20
+SAME = {"recipe": "recipe", "hardware": "machine", "driver": "driver", "versions": "set of versions", "code": "commit"}
 Key = tuple[str | int, ...]
 
 
@@ -66,16 +67,18 @@ def run(
 ) -> dict:
     """The cell of every key, in order, until the time is over; those that the folder holds are kept.
 
-    recipe: what all cells share; a folder with another one raises ValueError. names: of the parts of a key. Returns
-    what results.json holds.
+    recipe: what all cells share; a folder with another one raises ValueError, as one of another card, commit or version
+    does, since a folder says these once. names: of the parts of a key. Returns what results.json holds.
     """
     deadline = time.monotonic() + 60 * minutes
     check_output(folder, experiment)
-    config = read_json(folder / CONFIG) or {"experiment": experiment, "recipe": dict(recipe)} | circumstances_of_card()
-    if config["recipe"] != recipe:
-        raise ValueError(
-            f"output must hold cells of this recipe, got {str(folder)!r} with those of another; choose another."
-        )
+    here = {"recipe": dict(recipe)} | circumstances_of_card()
+    config = read_json(folder / CONFIG) or {"experiment": experiment} | here
+    for name, what in SAME.items():
+        if config.get(name) != here[name]:
+            raise ValueError(
+                f"output must hold cells of this {what}, got {str(folder)!r} with those of another; choose another."
+            )
     found = read_json(folder / RESULTS) if (folder / RESULTS).exists() else {"cells": []}
     if found is None:
         raise ValueError(

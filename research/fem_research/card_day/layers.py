@@ -19,7 +19,7 @@ from fem_research.bench.cases import Size
 from fem_research.bench.workloads import Attention, Workload, steps_of
 from fem_research.card_day import cells
 from fem_research.common.measure import Step
-from fem_research.common.mixers import mixer_config
+from fem_research.common.mixers import canonical, mixer_config
 from fem_research.common.names import display
 
 TORCH = "attention of torch's operations"
@@ -44,6 +44,10 @@ class LayersRecipe:
 
     def __post_init__(self):
         require_some_of("modes", self.modes, MODES)
+        named = tuple(dict.fromkeys(name if name == TORCH else canonical(name) for name in self.mixers))
+        object.__setattr__(self, "mixers", named)
+        if odd := [length for length in self.lengths if not 0 < length <= self.tokens or self.tokens % length]:
+            raise ValueError(f"lengths must divide tokens = {self.tokens}, got {odd[0]}.")
 
 
 def build(name: str, recipe: LayersRecipe) -> nn.Module:

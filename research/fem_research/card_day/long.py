@@ -45,6 +45,8 @@ class LongRecipe:
 
     def __post_init__(self):
         require_some_of("parts", self.parts, PARTS)
+        named = tuple(dict.fromkeys(name if name == ATTENTION else canonical(name) for name in self.mixers))
+        object.__setattr__(self, "mixers", named)
 
 
 def steps_of(part: str, mixer: str, length: int, recipe: LongRecipe, device: torch.device) -> tuple[Step, Step, int]:

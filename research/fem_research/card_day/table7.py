@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fem.recipes import require_some_of
 from fem_research.bench.cases import TABLE7, Case, Size
-from fem_research.bench.workloads import COMPILED, workload
+from fem_research.bench.workloads import COMPILED, mixer_of, workload
 from fem_research.card_day import cells
-from fem_research.common.mixers import BASELINES, available
+from fem_research.common.mixers import BASELINES, available, known
 
 BASELINE = "attention"
 OURS = ("attention", "attention+LTG", "FEM", "attention+LTG/r32", "FEM/r32", "attention+LTG/r32/s.5")
@@ -45,6 +45,8 @@ class Table7Recipe:
     def __post_init__(self):
         require_some_of("modes", self.modes, MODES)
         require_some_of("dtypes", self.dtypes, DTYPES)
+        for name in map(mixer_of, self.mixers):
+            name in BASELINES or known(name)
 
 
 def cell(mixer: str, dtype: str, mode: str, recipe: Table7Recipe, device: torch.device) -> dict:
