@@ -11,7 +11,8 @@ import torch
 from waves import command, ett, waves
 
 from fem_research.forecast import training
-from fem_research.forecast.series import ETT_CHANNELS, Series, load_series, windows
+from fem_research.forecast.series import ETT_CHANNELS, Series, _splits, load_series, windows
+from fem_research.forecast.settings import BASELINES, PROFILES, ForecastRecipe, Job
 
 
 @pytest.fixture
@@ -154,3 +155,19 @@ def test_the_usual_files_are_read(name, test):
     assert series.splits["test"] == test
     assert series.channels == ETT_CHANNELS
     assert len(windows(series, 512, 96)["test"]) == test[1] - test[0] - 95
+
+
+def test_the_page_of_the_paper_counts_the_steps_of_table_4():
+    recipe = ForecastRecipe(**PROFILES["paper"], data="made up")
+    sizes = {"weather": (52_696, 21), "solar": (52_560, 137)}
+    sizes |= dict.fromkeys(("ETTh1", "ETTh2"), (14_400, 7)) | dict.fromkeys(("ETTm1", "ETTm2"), (57_600, 7))
+    steps = 0
+    for name, (rows, channels) in sizes.items():
+        splits = _splits(name, name.lower().rstrip("12"), rows)
+        series = Series(name, tuple(map(str, range(channels))), np.zeros((rows, channels)), splits)
+        for horizon in recipe.horizons:
+            job = Job(series, horizon, 0, "softmax", recipe)
+            batches = -(-len(job.windows(job.lookback)["train"]) // job.batch)
+            steps += batches * recipe.epochs * sum(model not in BASELINES for model in recipe.model_names)
+    page = (Path(__file__).parents[2] / "docs" / "paper.md").read_text(encoding="utf-8")
+    assert f"the backbone's at most {steps / 1e6:.0f}M steps" in page
