@@ -7,6 +7,7 @@ steps, score, parameters, and where, when and by which command it was made. What
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,35 @@ EXPERIMENTS = {
 EXPERIMENTS |= {of.__name__: of for of in (scans, card_layers, card_long, card_table7, card_train)}
 
 
+WIDER = ("mixers", "tasks", "sets", "pools", "learning-rates", "weight-decays", "initialisations", "seeds", "seed")
+WIDER += ("horizon", "data", "parts", "workers", "threads")  # options that choose which trainings a run has
+
+
+def _of_others(stored: Sequence[Mapping], found: Sequence[Row], command: str) -> Mapping | None:
+    """The first row of the record that these rows would lose: of a training that they lack, or by other settings."""
+    trainings = {_training(row) for row in found}
+    return next(
+        (
+            row
+            for row in stored
+            if _training(row) not in trainings or _settings(row.get("command", command)) != _settings(command)
+        ),
+        None,
+    )
+
+
+def _training(row: Mapping) -> tuple[str, ...]:
+    return tuple(str("" if row.get(name) is None else row[name]) for name in ("task", "mixer", "seed"))
+
+
+def _settings(command: str) -> list[str]:
+    """The options of a command, sorted, without those that choose which trainings a run has."""
+    experiment, _, options = command.partition(" --")
+    if not experiment.startswith("fem "):
+        return []  # a slice of a card's day refuses cells of another recipe itself
+    return sorted(option for option in options.split(" --") if re.split(r"[ =]", option)[0] not in WIDER)
+
+
 def append(folder: Path, run: str, command: str, config: Mapping, results: Mapping) -> list[Path]:
     """Put the rows of a run in the place of its earlier ones; returns the files, none where it has no trainings.
 
@@ -281,6 +311,11 @@ def append(folder: Path, run: str, command: str, config: Mapping, results: Mappi
             raise ValueError(
                 f"runs must not replace more rows than they have, got {len(found)} of {run!r}, of which {path.name} "
                 f"has {gone}; give the folder another name."
+            )
+        if "command" in found[0] and (other := _of_others([row for row in kept if row["run"] == run], found, command)):
+            raise ValueError(
+                f"runs must have names of their own, got {run!r} by {command!r}, of which {path.name} has "
+                f"{other['mixer']} of {other['task']} by {other['command']!r}; give the folder another name."
             )
     for path, found in by_file.items():
         kept = stored[path]

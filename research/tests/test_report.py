@@ -61,11 +61,10 @@ def test_a_run_s_trainings_join_the_record_and_the_pages_are_drawn(tmp_path, out
 def test_a_run_that_is_added_again_replaces_its_own_rows_alone(tmp_path, output, capsys):
     one, two = (made_up_run(tmp_path / name) for name in ("one", "two"))
     add_runs([one, two], output)
-    (one / "results.json").write_text(json.dumps({"vision": {"attention": FOUND}}))
+    (one / "results.json").write_text(json.dumps({"vision": {"FEM": FOUND | {"accuracies": [0.75, 1.0]}}}))
     add_runs([one], output)
-    assert (
-        sorted((row["run"], row["mixer"]) for row in rows(output)) == [("one", "attention")] * 2 + [("two", "FEM")] * 2
-    )
+    scores = {(row["run"], row["score"]) for row in rows(output)}
+    assert scores == {("one", "0.75"), ("one", "1.0"), ("two", "0.5"), ("two", "0.25")}
     assert "note" not in capsys.readouterr().err
     config = json.loads((one / "config.json").read_text()) | {"date": "2027"}
     (one / "config.json").write_text(json.dumps(config))
@@ -81,6 +80,24 @@ def test_a_smaller_run_of_the_same_name_replaces_none(tmp_path, output):
     with pytest.raises(ValueError, match=r"got 1 of 'one', of which vision.csv has 2; give the folder another name"):
         add_runs([run], output)
     assert len(rows(output)) == 2
+
+
+def test_rows_of_other_settings_or_trainings_are_not_replaced(tmp_path, output):
+    run = made_up_run(tmp_path / "one")
+    add_runs([run], output)
+    made = (run / "report.md").read_text()
+    (run / "report.md").write_text(made.replace("--seeds 2", "--seeds 2 --epochs 3"))
+    with pytest.raises(
+        ValueError, match=r"got 'one' by 'fem vision .* by 'fem vision --seeds 2'; give .* another name"
+    ):
+        add_runs([run], output)
+    (run / "report.md").write_text(made.replace("--seeds 2", "--mixers attention --seeds 2"))
+    (run / "results.json").write_text(json.dumps({"vision": {"attention": FOUND}}))
+    with pytest.raises(ValueError, match=r"of which vision\.csv has FEM of digits by"):
+        add_runs([run], output)
+    (run / "results.json").write_text(json.dumps({"vision": {"attention": FOUND, "FEM": FOUND}}))
+    add_runs([run], output)
+    assert [row["mixer"] for row in rows(output)] == ["attention"] * 2 + ["FEM"] * 2
 
 
 def test_processes_that_add_at_once_lose_no_rows(tmp_path, output, monkeypatch):
