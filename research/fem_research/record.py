@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fem.provenance import in_words, note, replacing
+from fem.recipes import listed
 from fem_research.common.mixers import canonical, fields_of
 from fem_research.common.names import NEURAL, display
 
@@ -27,6 +28,7 @@ FILES = {
 }
 FILES |= {"card_layers": "cost", "card_long": "cost", "card_table7": "cost", "card_train": "language"}
 TIMES = ("forward", "train", "token")
+MAD_SCORES = ("mad", "mad_macro", "mad_own", "final", "final_macro", "mean")  # the first is the score
 SETTINGS = ("blocks", "layers", "mlp_width", "vocabulary", "context", "batch", "folds", "initialisation")  # of recipes
 SETTINGS += ("image_size", "patch_size", "epochs")
 SIZES = ("forward_extra_bytes", "train_extra_bytes", "state_bytes", "forward_flop", "train_flop", "parameters")
@@ -98,6 +100,7 @@ def natural(recipe: Mapping, results: Mapping) -> Iterator[Row]:
             for seed, score in enumerate(found["accuracy"]):
                 lead = found["over"] or {} if seed == 0 else {}
                 own = {"seed": recipe["seed"] + seed, "score": score, "steps": recipe["steps"]}
+                own["rate"] = " ".join(f"{rate}:{count}" for rate, count in found["rates"].items())
                 own |= {"lead": lead.get("mean"), "lead_error": lead.get("error"), "parameters": found["parameters"]}
                 yield {"task": task} | mixer(name, recipe) | own
 
@@ -137,11 +140,11 @@ def mad(recipe: Mapping, results: Mapping) -> Iterator[Row]:
         for name, found in mixers.items():
             for task in (task for task in found["mad"] if task != "average"):
                 for seed in range(len(found["mad"][task]["seeds"])):
-                    of = {
-                        score: found[score][task]["seeds"][seed] for score in ("mad", "final", "mean") if score in found
-                    }
+                    of = {score: found[score][task]["seeds"][seed] for score in MAD_SCORES if score in found}
                     row = {"task": task} | mixer(name, {}) | {"initialisation": start, "profile": recipe["profile"]}
                     row |= {"seed": recipe["seed"] + seed, "score": of.pop("mad"), **of}
+                    if recipe.get("learning_rates"):
+                        row["rate"] = " ".join(listed(recipe["learning_rates"]))
                     if found["steps"]["to"] > 0.99:
                         row["right_at_step"] = found["steps"]["by_seed"][task][seed]
                     yield row | {"parameters": found["parameters"]}

@@ -296,6 +296,13 @@ def test_what_a_slice_cannot_measure_is_refused(made, said):
         made()
 
 
+@pytest.mark.parametrize("options", [["train", "--seeds", "0,1.5"], ["layers", "--lengths", "64.5"]])
+def test_a_number_that_is_not_whole_is_refused(options, tmp_path):
+    refused = CliRunner().invoke(app, [*options, "--output", str(tmp_path / "out")]).exception
+    assert str(refused) == f"{options[1][2:]} must be whole numbers, got {options[2]!r}."
+    assert not (tmp_path / "out").exists()
+
+
 def test_cells_of_another_card_or_commit_do_not_join_those_of_a_folder(tmp_path, monkeypatch):
     recipe = long.LongRecipe(lengths=())
     long.run(recipe, tmp_path)

@@ -51,6 +51,17 @@ def test_tasks_of_mad_stand_in_the_record_in_the_order_of_the_run():
     assert [row["task"] for row in rows] == tasks
 
 
+def test_mad_and_natural_sets_say_which_rates_were_tried_and_mad_the_benchmark_s_own_scores():
+    score = {"memorization": {"seeds": [0.5]}}
+    found = {"mad": score, "mad_macro": {"memorization": {"seeds": [0.25]}}, "steps": {"to": 0.9}, "parameters": 9}
+    recipe = {"seed": 0, "profile": "paper-one", "learning_rates": "1e-3, 3e-3"}
+    (row,) = EXPERIMENTS["mad"](recipe, {"mad": {"normal": {"softmax": found}}})
+    assert (row["score"], row["mad_macro"], row["rate"]) == (0.5, 0.25, "1e-3 3e-3")
+    found = {"accuracy": [0.5], "over": None, "parameters": 9, "rates": {"0.001": 7, "0.01": 3}}
+    (row,) = EXPERIMENTS["natural"]({"seed": 0, "steps": 60}, {"natural": {"musk1": {"pool:mean": found}}})
+    assert row["rate"] == "0.001:7 0.01:3"
+
+
 def test_predictors_without_training_stand_in_the_record_of_argmax():
     found = {"index_accuracy": 0.5, "mse": 0.1, "error": 1.0, "hits": 0.25}
     recipe = {"form": "spread", "tokens": 64, "channels": 8, "heads": 4}

@@ -120,7 +120,8 @@ def test_a_run_takes_the_place_of_no_other(tmp_path, output):
     with pytest.raises(ValueError, match=r"names of their own in the record, got .*a/run and .*b/run"):
         add_runs(runs, output / "new")
     assert not (output / "new").exists()
-    pools = {"natural": {"birds": {"pool:max": {"accuracy": [0.5], "over": None, "parameters": 9}}}}
+    found = {"accuracy": [0.5], "over": None, "parameters": 9, "rates": {"0.01": 3}}
+    pools = {"natural": {"birds": {"pool:max": found}}}
     recipe = RECIPE | {"steps": 60}
     add_run(made_up_run(tmp_path / "c" / "run", "natural", pools, recipe), output)
     regimes = {"learning_rate": 0.1, "parameters": 9, "test": [0.5], "beta": [{}], "seconds": [1.0]}

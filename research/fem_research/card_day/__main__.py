@@ -39,6 +39,14 @@ def by_semicolons(text: str) -> tuple[str, ...]:
     return tuple(name for part in text.split(";") if (name := part.strip()))
 
 
+def whole_numbers(name: str, text: str) -> tuple[int, ...]:
+    """The whole numbers in an option; ValueError of another one, which would be cut."""
+    found = numbers(name, text)
+    if any(number % 1 for number in found):
+        raise ValueError(f"{name} must be whole numbers, got {text!r}.")
+    return tuple(map(int, found))
+
+
 @app.command()
 def pack(
     source: Annotated[Path, typer.Argument(help="The package linux-source-6.1 as a .deb, or the tarball in it.")],
@@ -115,7 +123,7 @@ def train(
             mixer=mixer,
             tokens=round(million_tokens * 1e6),
             rate=rate,
-            seed=int(seed),
+            seed=seed,
             width=width,
             layers=layers,
             heads=heads,
@@ -126,7 +134,7 @@ def train(
             bf16=bf16,
             compile=compile,
         )
-        for seed in numbers("seeds", seeds)
+        for seed in whole_numbers("seeds", seeds)
         for mixer in mixers
         for rate in above_zero("rates", rates)
     ]
@@ -167,7 +175,7 @@ def layers(
     recipe = slice_.LayersRecipe(
         mixers=by_semicolons(mixers) or slice_.MIXERS,
         modes=by_semicolons(modes) or slice_.MODES,
-        lengths=tuple(map(int, numbers("lengths", lengths))),
+        lengths=whole_numbers("lengths", lengths),
         tokens=tokens,
         width=width,
         heads=heads,
@@ -193,7 +201,7 @@ def long(
     from fem_research.card_day import long as slice_
 
     recipe = slice_.LongRecipe(
-        lengths=tuple(map(int, numbers("lengths", lengths))),
+        lengths=whole_numbers("lengths", lengths),
         mixers=by_semicolons(mixers) or slice_.MIXERS,
         parts=tuple(listed(parts)),
         width=width,
