@@ -147,7 +147,7 @@ def mad(recipe: Mapping, results: Mapping) -> Iterator[Row]:
                         row["rate"] = " ".join(listed(recipe["learning_rates"]))
                     if found["steps"]["to"] > 0.99:
                         row["right_at_step"] = found["steps"]["by_seed"][task][seed]
-                    yield row | {"parameters": found["parameters"]}
+                    yield row | {"parameters": found["sizes"][task]}
 
 
 def vision(recipe: Mapping, results: Mapping) -> Iterator[Row]:

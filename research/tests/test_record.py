@@ -46,14 +46,16 @@ def test_times_stand_in_the_record_in_milliseconds_under_the_names_that_are_type
 def test_tasks_of_mad_stand_in_the_record_in_the_order_of_the_run():
     tasks = ["memorization", "compression", "selective-copying", "in-context-recall"]
     score = {task: {"seeds": [0.5]} for task in tasks} | {"average": {"seeds": [0.5]}}
-    found = {"mad": score, "steps": {"to": 0.9}, "parameters": 9}
-    rows = EXPERIMENTS["mad"]({"seed": 0, "profile": "laptop"}, {"mad": {"normal": {"softmax": found}}})
+    found = {"mad": score, "steps": {"to": 0.9}, "sizes": {task: size for size, task in enumerate(tasks)}}
+    rows = list(EXPERIMENTS["mad"]({"seed": 0, "profile": "laptop"}, {"mad": {"normal": {"softmax": found}}}))
     assert [row["task"] for row in rows] == tasks
+    assert [row["parameters"] for row in rows] == [0, 1, 2, 3]  # by the task's vocabulary
 
 
 def test_mad_and_natural_sets_say_which_rates_were_tried_and_mad_the_benchmark_s_own_scores():
     score = {"memorization": {"seeds": [0.5]}}
-    found = {"mad": score, "mad_macro": {"memorization": {"seeds": [0.25]}}, "steps": {"to": 0.9}, "parameters": 9}
+    found = {"mad": score, "mad_macro": {"memorization": {"seeds": [0.25]}}, "steps": {"to": 0.9}}
+    found["sizes"] = {"memorization": 9}
     recipe = {"seed": 0, "profile": "paper-one", "learning_rates": "1e-3, 3e-3"}
     (row,) = EXPERIMENTS["mad"](recipe, {"mad": {"normal": {"softmax": found}}})
     assert (row["score"], row["mad_macro"], row["rate"]) == (0.5, 0.25, "1e-3 3e-3")

@@ -227,7 +227,7 @@ def summary(records: Sequence[dict]) -> dict:
     level, tasks = level_of(records), dict.fromkeys(record["job"]["setting"]["task"] for record in records)
     for (mixer, initialisation), of_row in by_row(records).items():
         by_start.setdefault(initialisation, {})[mixer] = {
-            "parameters": of_row[0]["parameters"],
+            "sizes": {record["job"]["setting"]["task"]: record["parameters"] for record in reversed(of_row)},
             "seconds": round(sum(record["seconds"] for record in of_row), 1),
             **{score: _by_task(of_row, score) for score in scores_of(records)},
             "steps": {"to": level, "by_seed": {task: steps_of(of_row, task, level) for task in tasks}},
