@@ -20,15 +20,10 @@ WHY = {
 
 def devices() -> list[dict]:
     """Every device here that a layer runs on, the backend that computes a softmax read on it, and why."""
-    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    backends = {name: softmax_backend("auto", torch.device(name), torch.float32) for name in names}
-    return [{"device": name, "what": _what(name), "reads by": by, "because": WHY[by]} for name, by in backends.items()]
-
-
-def _what(device: str) -> str:
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    return f"{processor()}, threads: {torch.get_num_threads()}, cores: {os.cpu_count()}"
+    what = {"cpu": f"{processor()}, threads: {torch.get_num_threads()}, cores: {os.cpu_count()}"}
+    what |= {f"cuda:{index}": torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    backends = {name: softmax_backend("auto", torch.device(name), torch.float32) for name in what}
+    return [{"device": name, "what": what[name], "reads by": by, "because": WHY[by]} for name, by in backends.items()]
 
 
 def compiler() -> dict:

@@ -163,12 +163,14 @@ FUSED = {
 
 
 def layers(device: torch.device) -> Iterator[Row]:
-    """Softmax layers in bfloat16, which fused kernels read on a GPU, against themselves in float64 on the CPU."""
+    """Softmax layers in bfloat16, which fused kernels read on a GPU, against themselves in float64 on the CPU: to a
+    hundredth of the largest norm, as a gradient of 0, such as that of a bias of keys, is rounding."""
+    fused = partial(_against_float64, limit=5e-2, least=1e-2)
     for name, fields in FUSED.items():
         config = FreeEnergyMixerConfig(
             **{"n_embd": 256, "n_head": 4, "fem_dim": 128, "qk_dim": 256, "use_conv": False} | fields
         )
-        runs = {"outputs and gradients": _fused}
+        runs = {"outputs and gradients": fused}
         runs |= {"captured train step": _captured} if device.type == "cuda" else {}
         runs |= {"token by token": _token_by_token} if config.causal else {}
         for what, run in runs.items():
@@ -186,11 +188,6 @@ def _layer_in_bfloat16(config, device, name: str) -> tuple[FreeEnergyMixer, Tens
     if "hook" in name:  # as an adapter does, it takes the map from the product of all maps
         layer.value.register_forward_hook(lambda *call: None)
     return layer.to(device, torch.bfloat16), torch.randn(2, 333, config.n_embd).to(device, torch.bfloat16)
-
-
-def _fused(layer: FreeEnergyMixer, x: Tensor) -> str | None:
-    """To a hundredth of the largest norm: a gradient of 0, as of a bias of keys, is rounding."""
-    return _against_float64(layer, x, 5e-2, 1e-2)
 
 
 @torch.no_grad()
