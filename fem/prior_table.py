@@ -31,16 +31,12 @@ def gla_decay_width(config) -> int:
     return {"scalar": 1, "head": config.n_head, "channel": config.qk_dim}[config.decay]
 
 
-def _softmax(config) -> Widths:
+def _queries_and_keys(config) -> Widths:
     return Widths(config.n_embd * (config.qk_dim + config.kv_heads * config.key_width), key_maps=2)
 
 
-def _linear(config) -> Widths:
-    return Widths(2 * config.n_embd * config.qk_dim, key_maps=2)
-
-
 def _gla(config) -> Widths:
-    linear = config.n_embd * (2 * config.qk_dim + gla_decay_width(config))
+    linear = _queries_and_keys(config).linear + config.n_embd * gla_decay_width(config)
     return Widths(linear, key_maps=3 if config.decay == "channel" else 2)
 
 
@@ -57,8 +53,8 @@ def _mamba_interactive(config) -> Widths:
 
 
 ROWS = {
-    "softmax": PriorRow(("window", "n_kv_head", "rope_theta", *ROTARY), _softmax),
-    "linear": PriorRow(("rope_theta", *ROTARY), _linear),
+    "softmax": PriorRow(("window", "n_kv_head", "rope_theta", *ROTARY), _queries_and_keys),
+    "linear": PriorRow(("rope_theta", *ROTARY), _queries_and_keys),
     "gla": PriorRow(("decay", "rope_theta", *ROTARY), _gla),
     "rnn_softmax": PriorRow((), _rnn),
     "rnn_decay": PriorRow((), _rnn),
