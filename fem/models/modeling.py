@@ -132,9 +132,7 @@ class FEMPreTrainedModel(PreTrainedModel):
             raise ValueError(f"attn_implementation={requested_attention!r} cannot serve this model: {reason}")
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
-    @staticmethod
-    def _no_engine(config: FEMConfig) -> str | None:
-        return obstacle(config)
+    _no_engine = staticmethod(obstacle)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
