@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from numbers import Real
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
+
+from fem.checks import is_number
 
 
 def decayed_names(model: nn.Module) -> list[str]:
@@ -45,7 +46,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}.")
-    if isinstance(weight_decay, bool) or not isinstance(weight_decay, Real):
+    if not is_number(weight_decay):
         raise TypeError(f"weight_decay must be a number, got {weight_decay!r}.")
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay must be finite and 0 or positive, got {weight_decay!r}.")
