@@ -172,8 +172,7 @@ def last_kept_before(keep: Tensor) -> Tensor:
     """(B, T + 1): the column of the last kept token before t, -1 for none."""
     column = torch.arange(keep.shape[1], device=keep.device)
     seen = torch.where(keep, column, -1)
-    nothing = seen.new_full((keep.shape[0], 1), -1)
-    return torch.cat([nothing, _running_maximum(seen)], 1) if keep.shape[1] else nothing
+    return torch.cat([seen.new_full((keep.shape[0], 1), -1), _running_maximum(seen)], 1)
 
 
 def _first_of_each_document(keep: Tensor | None, document: Tensor) -> Tensor:
