@@ -96,7 +96,7 @@ def load_language_model(folder: str | Path):
     from fem.train.tokenizer import entries
 
     path = model_folder(folder)
-    know((read_json(path / "config.json") or {}).get("model_type", ""))  # imports the library that registers it
+    know(read_json(path / "config.json")["model_type"])  # imports the library that registers it
     options = {"use_safetensors": True, "dtype": "auto", "trust_remote_code": False, "output_loading_info": True}
     with readable(f"the model in {str(path)!r}"):
         model, report = AutoModelForCausalLM.from_pretrained(path, **options)
