@@ -293,8 +293,6 @@ def _check_scan(
         )
     _check_free_energy(v, beta, free_values)
     channels = v.shape[3] + (0 if free_values is None else free_values.shape[3])
-    if channels == 0:
-        raise ValueError("v and free_values must have at least one channel together, got none.")
     for name, tensor in per_channel.items():
         if tensor is None:
             continue
