@@ -91,8 +91,6 @@ def suspect(sums: Sums, floor: Tensor | float = 1.0) -> Bool[Tensor, ""]:
     floor: about how much a row of items of weight 1 would weigh.
     """
     _, energy, weight = sums
-    if weight.numel() == 0:
-        return weight.new_zeros((), dtype=torch.bool)
     lightest, heaviest = weight.aminmax()
     lowest = torch.minimum(energy.amin(), lightest) if energy.numel() else lightest
     most = torch.maximum(heaviest, floor.amax()) if isinstance(floor, Tensor) else heaviest.clamp_min(floor)
