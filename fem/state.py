@@ -156,8 +156,6 @@ class MixerState:
         """The state that `state_dict` wrote. Raises ValueError on missing, additional and changed tensors."""
         if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
             got = type(tensors).__name__
-            if isinstance(tensors, dict):
-                got = f"values of {' and '.join(sorted({type(x).__name__ for x in tensors.values()}))}"
             raise TypeError(f"tensors must be the dict of tensors that MixerState.state_dict returned, got {got}.")
         for name in ("layer", "names", "dtype"):
             if name not in tensors:
