@@ -11,6 +11,7 @@ import torch
 import fem
 from fem import FreeEnergyCrossMixer, FreeEnergyMixer, FreeEnergyMixerConfig, FreeEnergyPooling, MixerState, theory
 from fem.functional import Read, channel_scan_read, decay_scan, keyed_scan_read, softmax_read, ssm_read
+from fem.ops.common.backend import softmax_backend
 from fem.ops.common.rope import frequencies
 from fem.priors import PRIORS, OperatorPrior, Prior
 
@@ -155,6 +156,7 @@ TABLE = [
     (config, CAUSES, ValueError, "conv_bidirectional needs halves of conv_hidden, which is 9"),
     (config, {"dropout": 1.0}, ValueError, r"dropout must lie in \[0, 1\), got 1.0"),
     (config, {"eps": 1e-60}, ValueError, "eps must be positive, got 1e-60"),
+    (config, {"rope_frequencies": 1.0}, ValueError, r"rope_frequencies must be a list of numbers, got 1\.0"),
     (config, {"rope_frequencies": [NAN] * 8}, ValueError, "each of rope_frequencies must be a finite number, got nan"),
     (config, {"rope_frequencies": [1.0] * 8, "use_rope": False}, ValueError, "rope_frequencies needs use_rope=True"),
     (config, MAMBA | {"rope_frequencies": [1.0] * 8}, ValueError, "rope_frequencies needs prior_type='softmax' or"),
@@ -267,7 +269,10 @@ TABLE = [
     (read, {"q": normal(5, 2, 4)}, ValueError, "q must have 4 dimensions"),
     (read, {"q": normal(1, 5, 3, 4)}, ValueError, "q must have a multiple of the heads of k"),
     (read, {"q": normal(1, 7, 2, 4)}, ValueError, "q has 7 queries and k only 5 keys"),
+    (read, {"q": normal(1, 5, 2, 3)}, ValueError, "q and k must agree in batch and width"),
     (read, {"k": normal(1, 6, 2, 4)}, ValueError, "k and v must agree in batch, time and heads"),
+    (read, {"free_values": normal(1, 4, 2, 3)}, ValueError, "free_values must have shape"),
+    (read, {"beta": None, "free_values": normal(1, 5, 2, 3)}, ValueError, "where free_values are given, got None"),
     (read, {"k": normal(1, 5, 2, 4).to("meta")}, ValueError, "k must be on the device of q"),
     (read, {"q": normal(1, 5, 2, 0), "k": normal(1, 5, 2, 0)}, ValueError, "at least one head and one channel"),
     (read, {"scale": NAN}, ValueError, "scale must be a finite number, got nan"),
@@ -278,6 +283,9 @@ TABLE = [
     (read, {"bias": torch.zeros(1, 3, 5, 5)}, ValueError, "bias must broadcast"),
     (read, {"bias": some(NAN, 5, 5)}, ValueError, "bias must be below infinity and not NaN .* got nan"),
     (read, {"backend": "magic"}, ValueError, "backend must be one of"),
+    (read, {"backend": "triton"}, ValueError, "kernels for scans, not for softmax"),
+    (partial(softmax_backend, "sdpa", torch.device("mps"), X.dtype), {}, ValueError, "got tensors on mps"),
+    (partial(softmax_backend, "sdpa", torch.device("cuda"), torch.float64), {}, ValueError, "no fused kernel for"),
     (read, {"q": normal(1, 5, 2, 4).to_sparse()}, TypeError, "q must be a dense tensor, got layout torch.sparse_coo"),
     (frequencies, {"width": 5, "theta": 1e4, "device": X.device}, ValueError, "width must be even, got 5"),
     # The scans.
@@ -316,12 +324,14 @@ TABLE = [
     (free, {"p": torch.tensor([0.5, 0.25, 0.5])}, ValueError, "p must sum to 1 over the tokens"),
     (free, {"p": torch.tensor([0.5, NAN, 0.5])}, ValueError, "p must hold weights >= 0 .* got NaN"),
     (free, {"p": torch.tensor([1, 0, 0])}, TypeError, "p must be floating point"),
+    (free, {"p": [1.0]}, TypeError, "p must be a tensor, got a list"),
     (free, {"v": torch.ones(4)}, ValueError, "p and v must broadcast"),
     (free, {"beta": -1.0}, ValueError, "beta must be >= 0"),
     (free, {"p": P.expand(2, 3), "beta": torch.ones(3)}, ValueError, "beta must broadcast"),
     (hidden, {"lam": 1.5}, ValueError, r"lam must lie in \[0, 1\]"),
     (hidden, {"beta_max": -0.5}, ValueError, "beta_max must be >= 0"),
     (hidden, {"beta_max": INF}, ValueError, "beta_max must be finite"),
+    (lambda: theory.index_accuracy(V, V, V.long()), {}, ValueError, "values must have shape"),
     (lambda: theory.index_accuracy(V, V[None, :2], V.long()), {}, ValueError, "prediction and winner"),
     (lambda: theory.index_accuracy(V, V[None], V), {}, TypeError, "winner must be a tensor of integers"),
     (lambda: theory.index_accuracy(V, V[None], V.long()), {}, ValueError, "winner must name tokens from 0 to 0"),
