@@ -141,8 +141,6 @@ def way_to_the_hub() -> None:
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
-    if constants.HF_HUB_OFFLINE:
-        raise OSError("HF_HUB_OFFLINE is set, so the hub is not asked")
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)
     except Exception as error:
