@@ -85,7 +85,7 @@ def load_query(q, entry, KEY: tl.constexpr, wide):
 
 
 @triton.jit
-def merged(top, total, mean, tops, sums, log_s, value, energy, shift, narrow, rate):
+def with_more_keys(top, total, mean, tops, sums, log_s, value, energy, shift, narrow, rate):
     """The greatest log s with sums of s and s v over it, and the greatest of log s + beta (f - shift) with sums of its
     exponentials over that, of a block of keys more."""
     seen, peak = log_s > NO_WEIGHT, tl.maximum(top, tl.max(log_s, 0))
@@ -117,7 +117,9 @@ def read_of_query(
         )
         key, seen = start + tl.arange(0, KEYS), log_s > NO_WEIGHT
         value, energy = values_of_keys(v, f, v_row, f_row, v_at, f_at, key, seen, MEAN, FREE, column, channel)
-        top, total, mean, tops, sums = merged(top, total, mean, tops, sums, log_s, value, energy, shift, narrow, rate)
+        top, total, mean, tops, sums = with_more_keys(
+            top, total, mean, tops, sums, log_s, value, energy, shift, narrow, rate
+        )
         start = tl.where(tl.max(carried) > NO_WEIGHT, start - KEYS, -1)
     if old_weight is not None:
         token = row + tl.arange(0, 1)
@@ -133,7 +135,7 @@ def read_of_query(
             log_s = tl.maximum(log_s + tl.load(old_weight + held, there, other=LOG_ZERO), LOG_ZERO)
             value = load_columns(old_mean, held, MEAN, 0, MEAN, column, there)
             energy = load_columns(old_free, held, FREE, 0, FREE, channel, there)
-            top, total, mean, tops, sums = merged(
+            top, total, mean, tops, sums = with_more_keys(
                 top, total, mean, tops, sums, log_s, value, energy, shift, narrow, rate
             )
     known = total > 0.0
