@@ -21,9 +21,17 @@ def test_layers_of_softmax_and_gla_are_read_as_the_definition_says():
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("cases", [CASES, PARTS])
-def test_every_case_in_the_interpreter(cases):
-    run_cases(cases, "test")
+@pytest.mark.parametrize(
+    ("cases", "chosen"),
+    [
+        (CASES, "go_on"),
+        (CASES, "definition or exactly"),
+        (CASES, "not (go_on or definition or exactly)"),
+        (PARTS, "test"),
+    ],
+)
+def test_every_case_in_the_interpreter(cases, chosen):
+    run_cases(cases, chosen)
 
 
 def call(layer, x, **marks):
