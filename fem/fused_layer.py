@@ -121,7 +121,7 @@ def _softmax_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[st
             k, v, tokens = order.as_before(k), order.as_before(v), given
         elif order is not None:  # in a cache, too, masked tokens may stand behind the kept ones
             tokens = replace(tokens, keep=order.kept)
-        memory = cut_to_window(layer, appended(layer, {}, k, v, tokens))
+        memory = within_window(appended(layer, {}, k, v, tokens), layer.config.window)
     return o if order is None else order.as_before(o), memory
 
 
@@ -138,11 +138,6 @@ def appended(layer, memory: dict[str, Tensor], k: Tensor, v: Tensor, tokens: Tok
     beta = layer.temperature(v)
     v, free_values = layer.pair(v, beta)
     return append(memory, k, v, beta, tokens, layer.config.window is not None, free_values)
-
-
-def cut_to_window(layer, memory: dict[str, Tensor]) -> dict[str, Tensor]:
-    window = layer.config.window
-    return memory if window is None else within_window(memory, window)
 
 
 def _linear_mixed(layer, call: Call, features: Tensor) -> tuple[Tensor, dict[str, Tensor] | None]:

@@ -18,7 +18,6 @@ from fem.fused_layer import (
     Kernel,
     Widths,
     appended,
-    cut_to_window,
     in_kept_order,
     is_bounded,
     seen_by_tokens,
@@ -28,7 +27,7 @@ from fem.ops.common.backend import plain_tensors, watched
 from fem.ops.softmax.softmax_read import are_few
 from fem.ops.softmax.support import seen_in_cache, seen_keys
 from fem.priors import SoftmaxPrior
-from fem.priors.kv_cache import packing_of
+from fem.priors.kv_cache import packing_of, within_window
 from fem.state import CACHED
 
 
@@ -59,7 +58,7 @@ def mixed(
     if streams:
         memory = appended(layer, call.memory, k, v, call.tokens)
         k, v, seen = _in_cache(memory, call.x.shape[1], config.window)
-        return _read(layer, kernel, widths, logits, q, k, v, True, None, seen), cut_to_window(layer, memory)
+        return _read(layer, kernel, widths, logits, q, k, v, True, None, seen), within_window(memory, config.window)
     seen = seen_by_tokens(layer, call, order) if bounded else ()
     o = _read(layer, kernel, widths, logits, q, k, v, config.causal, None, seen)
     return o if order is None else order.as_before(o), None

@@ -80,8 +80,10 @@ def packing_of(memory: Memory) -> Packing | None:
     return Packing(memory["beta"], memory["shift"], memory.get("small")) if "shift" in memory else None
 
 
-def within_window(memory: Memory, window: int) -> Memory:
-    """The last `window - 1` tokens: all that a next token can see."""
+def within_window(memory: Memory, window: int | None) -> Memory:
+    """The last `window - 1` tokens, all that a next token can see; without a window all."""
+    if window is None:
+        return memory
     time = memory["key"].shape[2]
     first = max(0, time - window + 1)
     return {name: x if name in PACKED else x.narrow(_TIME[name], first, time - first) for name, x in memory.items()}
@@ -104,17 +106,21 @@ def _marks(memory: Memory, k: Float[Tensor, "b h t d"], tokens: Tokens) -> Memor
     keep, document = (tokens.keep, tokens.keep, True), (tokens.start, tokens.document, 0)
     for name, (brought, mark, usual) in {"keep": keep, "document": document}.items():
         if name in memory or brought is not None:
-            marks[name] = _joined(memory.get(name), mark, (k.shape[0], old), (k.shape[0], k.shape[2]), usual, k.device)
+            parts = (memory.get(name), old), (mark, k.shape[2])
+            parts = [_filled((k.shape[0], n), usual, k.device) if x is None else x for x, n in parts]
+            marks[name] = _joined(*parts)
     return marks
 
 
 @shared
-def _joined(
-    before: Tensor | None, new: Tensor | None, shape: Sequence[int], new_shape: Sequence[int], usual, device
-) -> Tensor:
-    """The marks of a cache and of the tokens behind it, the same tensor for all layers of a model; None: the usual."""
-    marks = (before, shape), (new, new_shape)
-    return torch.cat([torch.full(shape, usual, device=device) if x is None else x for x, shape in marks], 1)
+def _filled(shape: tuple[int, int], value: bool | int, device: torch.device) -> Tensor:
+    return torch.full(shape, value, device=device)
+
+
+@shared
+def _joined(before: Tensor, new: Tensor) -> Tensor:
+    """The marks of a cache and of the tokens behind it: the same tensor for all layers of a model."""
+    return torch.cat([before, new], 1)
 
 
 _rooms = WeakIdKeyDictionary()  # by a cache, until it is gone: the buffer that it begins, and True for who first asks

@@ -63,4 +63,4 @@ class SoftmaxPrior(Prior):
         tokens = Tokens(memory.get("keep"), None, memory.get("document"), None)
         cached = memory["key"], memory["value"], beta, packing_of(memory)
         read = cached_read(q, *cached, split=free_values is not None, tokens=tokens, **options)
-        return read, memory if config.window is None else within_window(memory, config.window)
+        return read, within_window(memory, config.window)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer, joint_maps
 from fem.ops.common import joined, part_kernels, row_maps
-from fem.ops.linear_attention import doubtful_tokens, fla_read, linear_mixed_read, scan_kernels
+from fem.ops.linear_attention import doubtful_tokens, fla_read, scan_kernels
 from fem.ops.softmax.fused import bounded_attention
 from fem.ops.softmax.fused import doubt_kernels as doubt
 from fem.ops.softmax.fused import elementwise_kernels as kernels
@@ -362,7 +362,7 @@ def test_tokens_of_linear_attention_in_doubt_are_read_again(name, how_many, monk
     monkeypatch.setattr(layer.prior, "read", None)
     monkeypatch.setattr(doubtful_tokens, "SPAN", 4)
     monkeypatch.setattr(scan_kernels, "LEAST_PROVEN", tl.constexpr(share if how_many == "some" else 1e30))
-    calls = watched(monkeypatch, linear_mixed_read, "read_doubtful")
+    calls = watched(monkeypatch, fla_read, "read_doubtful")
     off = errors(layer, torch.randn(1, 19, 20))
     (_, scan, *_), *_ = calls[0]
     marks = scan.doubtful

@@ -163,8 +163,8 @@ def doubtful_kernel(
     KEY: tl.constexpr, KEYS: tl.constexpr, DECAYS: tl.constexpr, COLUMNS: tl.constexpr, BROAD: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write the mean and F of the marked tokens, and where it is asked for log_weight, log sum_i s_ti: a program has
-    every so many tokens of a head. old_weight, old_mean, old_free (B, H, KEY, _): what key channels held before.
+    """Write log_weight, which is log sum_i s_ti, the mean and F of the marked tokens: a program has every so many
+    tokens of a head. old_weight, old_mean, old_free (B, H, KEY, _): what key channels held before.
 
     CELLS: of the marked key channels (B, H, KEY) instead, what they have kept in the end: the read of a query that is 1
     there.
@@ -192,8 +192,7 @@ def doubtful_kernel(
                     heads, v_row, f_row, head * v_head, head * f_head, MEAN, FREE, KEY, KEYS, DECAYS, wide, column,
                     channel, decay, old_weight, old_mean, old_free,
                 )  # fmt: skip
-                if log_weight is not None:
-                    tl.store(log_weight + entry, log_z)
+                tl.store(log_weight + entry, log_z)
                 tl.store(mean + entry * MEAN + column, value, column < MEAN)
                 tl.store(free + entry * FREE + channel, energy, channel < FREE)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fem.ops.common.read import Terms
 from fem.ops.linear_attention import doubtful_kernels as K
 from fem.ops.linear_attention.linear_form import ScanSizes, width_of
 
@@ -30,7 +31,7 @@ class Scan(NamedTuple):
     scheme: Float[Tensor, "b h _"]
     beta: Float[Tensor, "h df"]
     raised: Int[Tensor, "b h"]
-    doubtful: Bool[Tensor, "b h t"] | Bool[Tensor, "b h dk"]
+    doubtful: Bool[Tensor, "b h t"] | Bool[Tensor, "b h dk"] | None  # None: not known yet
 
     @property
     def numbers(self) -> list[int]:
@@ -48,8 +49,8 @@ class Scan(NamedTuple):
         return heads, min(PROGRAMS, sizes.tiles(time)), batch
 
 
-def read_doubtful(sizes: ScanSizes, scan: Scan, read: Sequence[Tensor | None], old=(None,) * 3, cells=False) -> None:
-    """Write the read of the tokens in doubt, (B, T, H, _): its log-weight, unless that is None, mean and F.
+def read_doubtful(sizes: ScanSizes, scan: Scan, read: Terms, old: Sequence[Tensor | None], cells: bool) -> None:
+    """Write the read of the tokens in doubt, (B, T, H, _).
 
     old: the memory before the first token. cells: of key channels in doubt instead, as they are after the last token,
     (B, H, d_k, _).

@@ -31,6 +31,7 @@ from fem.ops.linear_attention.linear_log_space import LinearInputs
 
 PART = 256  # tokens whose extremes one program finds
 SETTLED = torch.bfloat16  # values that are read without waiting: in float32 more is in doubt than digits of sums
+NOTHING = (None,) * 3  # a memory that holds nothing
 CELLS = 8  # key channels of a memory that are read together
 MISCOMPILES = "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"
 
@@ -64,16 +65,22 @@ def _settled(stated: bool, q, k, g, opens, v, f, beta, *memory: Tensor) -> tuple
     with on(v.device):
         inputs, scheme, heaviest, raised = packed(sizes, stated, q, k, g, v, f, beta, memory)
         sums, last = with_graph(inputs, opens, False)
-        tokens, cells = (raised.new_empty(*raised.shape, n, dtype=torch.bool) for n in q.shape[1::2])
-        read = unpacked(sizes, sums, inputs[0], scheme, beta, raised, v.dtype, tokens)
-        after = unpacked(sizes, last, heaviest, scheme, beta, raised, last.dtype, cells, cells=True)
-        old, doubt = (
-            memory if stated else [None] * 3,
-            Scan(*inputs[:2], inputs[3], opens, v, f, scheme, beta, raised, tokens),
-        )
-        read_doubtful(sizes, doubt, read, old)
-        read_doubtful(sizes, doubt._replace(doubtful=cells), after, old, cells=True)
+        scan = Scan(*inputs[:2], inputs[3], opens, v, f, scheme, beta, raised, None)
+        old = memory if stated else NOTHING
+        read, _ = settled(sizes, scan, sums, inputs[0], v.dtype, old)
+        after, _ = settled(sizes, scan, last, heaviest, last.dtype, old, cells=True)
     return read, after
+
+
+def settled(
+    sizes: ScanSizes, scan: Scan, sums: Tensor, weigh: Tensor, dtype: torch.dtype, old=NOTHING, cells=False
+) -> tuple[Terms, Bool[Tensor, "b h _"]]:
+    """`unpacked`, and what the sums do not prove from the definition, behind the `old` memory; and which that is."""
+    rows = sums.shape[2 if cells else 1]
+    doubtful = torch.empty(*scan.raised.shape, rows, dtype=torch.bool, device=sums.device)
+    read = unpacked(sizes, sums, weigh, scan.scheme, scan.beta, scan.raised, dtype, doubtful, cells)
+    read_doubtful(sizes, scan._replace(doubtful=doubtful), read, old, cells)
+    return read, doubtful
 
 
 def _by_rows(memory: Terms, x: LinearInputs, rows: int) -> Iterator[tuple[Terms, LinearInputs]]:

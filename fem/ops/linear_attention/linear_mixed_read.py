@@ -26,7 +26,6 @@ from fem.ops.common.token_kernels import launch_gate
 from fem.ops.linear_attention import fla_read as scan
 from fem.ops.linear_attention.doubtful_tokens import (
     Scan,
-    read_doubtful,
     through_doubtful,
     through_doubtful_decays,
 )
@@ -193,17 +192,13 @@ def _read(
     v, f = form.pair(values)
     sizes = ScanSizes.of(form.mean, form.free, form.key)
     beta = torch.empty(form.heads, form.free, dtype=torch.float32, device=x.device)
-    given = *phi, decay, v, f, beta, [None] * 3, theta, start, opens
+    given = *phi, decay, v, f, beta, scan.NOTHING, theta, start, opens
     items, scheme, heaviest, raised = scan.packed(sizes, False, *given)
     sums, last = scan.with_graph(items, None, differentiated, stated)
-    doubtful = torch.empty(*raised.shape, x.shape[1], dtype=torch.bool, device=x.device)
-    _, *read = scan.unpacked(sizes, sums, items[0], scheme, beta, raised, x.dtype, doubtful)
-    doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, doubtful)
-    read_doubtful(sizes, doubt, (None, *read))
+    doubt = Scan(*items[:2], items[3], opens, v, f, scheme, beta, raised, None)
+    (_, *read), doubtful = scan.settled(sizes, doubt, sums, items[0], x.dtype)
     if stated:
-        cells = torch.empty(*raised.shape, form.key, dtype=torch.bool, device=x.device)
-        memory = scan.unpacked(sizes, last, heaviest, scheme, beta, raised, last.dtype, cells, cells=True)
-        read_doubtful(sizes, doubt._replace(doubtful=cells), memory, cells=True)
+        memory, _ = scan.settled(sizes, doubt, last, heaviest, last.dtype, cells=True)
     logits = logits_of(gates, ups) if form.rank else gates
     o = launch_gate(*read, *logits, _split(form), eps, rows_apart=(_row(form, rest), None))
     kept = [rest, values if form.context else None, *items[:-1], scheme, beta, raised, doubtful, *read]
