@@ -13,14 +13,18 @@ def command(
         bool, typer.Option("--gpu", help="Check everything against float64, in at most 20 minutes a step.")
     ] = False,
     only: Annotated[str | None, typer.Option(help="With --gpu: some of the steps, separated by commas.")] = None,
-    output: Annotated[Path, typer.Option(help="With --gpu: folder of the page and the figures.")] = Path("runs/doctor"),
+    output: Annotated[
+        Path | None, typer.Option(help="With --gpu: folder of the page and the figures. \\[default: runs/doctor]")
+    ] = None,
 ):
     """Show what runs on this machine, and why: versions, devices, backends and optional packages."""
-    if only is not None and not gpu:
-        raise ValueError(f"--only needs --gpu, whose steps it names, got {only!r} without --gpu.")
+    for name, given in ("--only", only), ("--output", output):
+        if given is not None and not gpu:
+            raise ValueError(f"{name} needs --gpu, got {name} {given} without it.")
     if gpu:
         from fem.doctor.card import examine
 
+        output = output or Path("runs/doctor")
         print(examine(output, only)["verdict"])
         print(f"Page: {output / 'report.md'}")
     else:
