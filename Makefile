@@ -44,8 +44,9 @@ demo: install
 test: install
 	$(PYTEST) -m "not slow"
 
+# Some slow tests take minutes, also of one file: an idle process takes the next one.
 test-slow: install
-	$(PYTEST) -m slow
+	$(PYTEST) --dist worksteal -m slow
 
 test-all: test test-slow
 

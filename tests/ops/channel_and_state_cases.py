@@ -56,7 +56,7 @@ LOOSE = {
     "spikes of 300": 3e-4,
     "spikes of 300 without decay": 3e-4,
     "spans of 1,000": 3e-4,
-    "states, one state": 4e-6,
+    "states, one state": 1e-5,  # of a sum over tokens that nearly cancels
     "channels, small beta": 4e-4,
     "values that hardly differ": 3e-5,
     "marks in float16": 3e-3,  # its rounding
