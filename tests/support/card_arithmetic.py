@@ -80,7 +80,7 @@ def of_floats(*handles: TensorHandle) -> bool:
 
 
 def patched_once(patch: Callable) -> Callable:
-    """The patch of Triton's language, which each call of a function in a kernel makes anew, as the outermost makes it."""
+    """The patch of Triton's language that each call of a function in a kernel makes anew: only the outermost does."""
     usual, whole = tl.range, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     return lambda fn: patch(whole) if tl.range is usual else interpreter._LangPatchScope()
 

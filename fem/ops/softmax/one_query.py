@@ -69,8 +69,8 @@ def _above_largest_term(log_p, p, f, middle, beta) -> Float[Tensor, "b hkv g df"
 
 
 def _by_blocks(log_p, f, middle, beta) -> Float[Tensor, "b hkv g df"] | None:
-    """By log(1 + sum_i p_i (e^{beta (f_i - c)} - 1)), c the least mean, so that by Jensen's inequality the sum is at least
-    0; None where an exponential overflows or a beta is small. e - 1 takes half of expm1's time, and its rounding
+    """By log(1 + sum_i p_i (e^{beta (f_i - c)} - 1)), c the least mean, so that by Jensen's inequality the sum is at
+    least 0; None where an exponential overflows or a beta is small. e - 1 takes half of expm1's time, and its rounding
     averages out, which that of sum_i p_i does not."""
     if beta.amin().item() < SMALLEST_BETA:
         return None
