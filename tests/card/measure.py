@@ -190,7 +190,7 @@ def write(record: dict) -> None:
     tables = f"""{TABLE}
 One layer's train step: {record["setting"]}, PyTorch {record["torch"]}.
 Parameters are float32 under autocast to bfloat16, or bfloat16. `host us`: microseconds of a core of the machine that
-poses as the card's host, for a train step; blank: not measured since its launches changed. `token`: one more token
+poses as the card's host, for a train step; blank: not measured. `token`: one more token
 behind 512.
 Two numbers: without the kernels of the fused layer and of the conditioner → with them.
 
