@@ -26,7 +26,8 @@ def test_layers_of_softmax_and_gla_are_read_as_the_definition_says():
     [
         (CASES, "go_on"),
         (CASES, "definition or exactly"),
-        (CASES, "not (go_on or definition or exactly)"),
+        (CASES, "doubt or graph or miscompiles"),
+        (CASES, "not (go_on or definition or exactly or doubt or graph or miscompiles)"),
         (PARTS, "test"),
     ],
 )
