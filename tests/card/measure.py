@@ -189,8 +189,8 @@ def write(record: dict) -> None:
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     tables = f"""{TABLE}
 One layer's train step: {record["setting"]}, PyTorch {record["torch"]}.
-Parameters are float32 under autocast to bfloat16, or bfloat16. `host us`: microseconds of a core of the machine that
-poses as the card's host, for a train step; blank: not measured. `token`: one more token
+Parameters are float32 under autocast to bfloat16, which casts them in every step, or bfloat16. `host us`: microseconds
+of a core of the machine that poses as the card's host, for a train step; blank: not measured. `token`: one more token
 behind 512.
 Two numbers: without the kernels of the fused layer and of the conditioner → with them.
 
