@@ -88,8 +88,8 @@ def test_options_change_the_chosen_recipe_and_nothing_else(monkeypatch, tmp_path
     [
         (["argmax", "--batch-size", "0"], "error: --batch-size must be positive, got 0.\n"),  # a field called batch
         (["doctor", "--gpu", "--only", "x"], f"error: --only must be from {', '.join(card.steps())}; got 'x'.\n"),
-        (["doctor", "--only", "x"], "error: --only needs --gpu, got --only x without it.\n"),
-        (["doctor", "--output", "x"], "error: --output needs --gpu, got --output x without it.\n"),
+        (["doctor", "--only", "x"], "error: --only needs --gpu, whose steps it names, got 'x' without --gpu.\n"),
+        (["doctor", "--output", "x"], "error: --output needs --gpu, whose page it holds, got 'x' without --gpu.\n"),
         (["train", "--steps=2", "--warmup-steps=5"], "error: --warmup-steps must be at most --steps = 2, got 5.\n"),
         (["train", "--resume", "yes"], "error: resume must be auto, or left out, got 'yes'.\n"),
         (["train", "--model-fields", "{bad"], "error: --model-fields must be a JSON object, got '{bad'.\n"),

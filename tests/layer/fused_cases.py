@@ -185,7 +185,8 @@ def test_a_token_sees_its_document_and_window_alone(name, documents, spike, monk
     calls = watched(monkeypatch, fused_layer, "mixed")
     found = trained(layer, x, gradient, segment_ids=ids)
     assert calls[0][-1] is not None
-    assert_near(found, wanted, 1e-4 if spike else 5e-5, gradient)  # 200 nats in float32, and a card's e^-88, by 1e-5
+    doubled = spike and name in ("gla", "slim, grouped, conditioner")  # 200 nats, and e^-88 of a card, are off by 1e-5
+    assert_near(found, wanted, 1e-4 if doubled else 5e-5, gradient)
 
 
 @pytest.mark.parametrize("miscompiled", [False, True])
@@ -387,7 +388,7 @@ def test_channels_decay_by_any_amount(doubt, monkeypatch):
 @pytest.mark.parametrize("doubt", [False, True])
 def test_other_kernels_read_what_triton_miscompiles(name, dtype, doubt, monkeypatch):
     """A head's decay is given for each key channel; without one, products are of float32. Also as one graph."""
-    layer, x = build(LAYERS[name]).to(dtype), torch.randn(1, 19, 20).to(dtype)
+    layer, x = build(LAYERS[name]).to(dtype), torch.randn(1 if doubt else 2, 19, 20).to(dtype)
     fused_on_cpu.install(monkeypatch, dtype)
     monkeypatch.setattr(layer.prior, "read", None)
     if doubt:
@@ -435,7 +436,7 @@ def test_the_smallest_temperatures_have_gradients(name):
         layer.beta.theta.fill_(-80.0)
     found = errors(layer, torch.randn(1, 9, 20))
     rounding = {"beta.theta", "gate.inner.weight", "gate.inner.down.weight"}  # of F - m, which is 0 there
-    assert all(error < (1e-4 if name in rounding else 2e-5) for name, error in found.items()), found
+    assert all(error < (5e-5 if name in rounding else 2e-5) for name, error in found.items()), found
 
 
 @pytest.mark.parametrize("name", ["full", "gla"])

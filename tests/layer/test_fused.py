@@ -10,6 +10,7 @@ from processes import needs_triton, run_cases
 from fem import FreeEnergyMixer, FreeEnergyMixerConfig, fused_layer
 from fem.call import Call
 
+CHOSEN = ("go_on", "definition or exactly", "doubt or graph or miscompiles")  # each some minutes, as the rest takes
 CASES, PARTS = (Path(__file__).with_name(name) for name in ("fused_cases.py", "parts_cases.py"))
 
 
@@ -23,13 +24,7 @@ def test_layers_of_softmax_and_gla_are_read_as_the_definition_says():
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("cases", "chosen"),
-    [
-        (CASES, "go_on"),
-        (CASES, "definition or exactly"),
-        (CASES, "doubt or graph or miscompiles"),
-        (CASES, "not (go_on or definition or exactly or doubt or graph or miscompiles)"),
-        (PARTS, "test"),
-    ],
+    [*((CASES, chosen) for chosen in CHOSEN), (CASES, f"not ({' or '.join(CHOSEN)})"), (PARTS, "test")],
 )
 def test_every_case_in_the_interpreter(cases, chosen):
     run_cases(cases, chosen)

@@ -12,11 +12,7 @@ An error has a random size and sign, which depend on the number alone, as on a c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
-
 import numpy as np
-import triton.language as tl
 from numpy import ndarray
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle, interpreter_builder
@@ -79,15 +75,8 @@ def of_floats(*handles: TensorHandle) -> bool:
     return all(handle.data.dtype == np.float32 for handle in handles)
 
 
-def patched_once(patch: Callable) -> Callable:
-    """The patch of Triton's language that each call of a function in a kernel makes anew: only the outermost does."""
-    usual, whole = tl.range, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    return lambda fn: patch(whole) if tl.range is usual else interpreter._LangPatchScope()
-
-
 def imitate() -> None:
     """Compute so from here on."""
-    interpreter._patch_lang = patched_once(interpreter._patch_lang)
     builder, called, fast = type(interpreter_builder), InterpretedFunction.__call__, 0
     plain = {name: getattr(builder, f"create_{name}") for name in ("log", "fmul", "fadd", "fsub", "dot")}
 
