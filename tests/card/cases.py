@@ -82,7 +82,7 @@ def test_a_train_step_takes_no_more_than_is_recorded(name, mode):
     if not COUNTED:
         row = {what: got for what, got in row.items() if "waits" in what}
     above = {what: (got, wanted[what]) for what, got in row.items() if got > wanted[what] + more.get(what, 0)}
-    assert not above, f"{name}, {mode}: more than research/results/card.json holds (got, recorded): {above}"
+    assert not above, f"{name}, {mode}: more than research/results/checks/card.json holds (got, recorded): {above}"
 
 
 def step(call, x: torch.Tensor) -> None:

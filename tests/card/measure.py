@@ -1,8 +1,8 @@
 """Launches, waits, bytes and registers on the card that is not there: `.card/run tests/card/measure.py after`.
 
-The first argument is a part of research/results/card.json, which is measured anew, and the tables of docs/card.md with
-it: "after", what cases.py holds the library to; "before", the same without the fused layer's and the conditioner's
-kernels; or "registers" of these. Names of layers behind it: only theirs.
+The first argument is a part of research/results/checks/card.json, which is measured anew, and the page beside it:
+"after", what cases.py holds the library to; "before", the same without the fused layer's and the conditioner's kernels;
+or "registers" of these. Names of layers behind it: only theirs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import torch
 
 from fem import PRIORS, FreeEnergyMixer, FreeEnergyMixerConfig, conditioner, fused_layer
 
-ROOT = Path(__file__).parents[2]
-RECORD, PAGE, TABLE = ROOT / "research" / "results" / "card.json", ROOT / "docs" / "card.md", "## The table\n"
+RECORD = Path(__file__).parents[2] / "research" / "results" / "checks" / "card.json"
 WIDTH, HEADS, ROWS, TIME = 1024, 16, 8, 2048
 ATTENTION = {"use_lse": False, "use_temperature": False, "use_outer_gate": False}
 LAYERS = {
@@ -183,15 +182,20 @@ def estimates_table(rows: list[dict], than: list[dict]) -> str:
 
 
 def write(record: dict) -> None:
-    """The record, and its tables into the page, in the place of what stands below the first one's heading."""
+    """The record, and its page."""
     record |= {"setting": f"sm_{card.SM}, {ROWS} x {TIME} tokens, width {WIDTH}, {HEADS} heads"}
     record["torch"] = torch.__version__
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    tables = f"""{TABLE}
-One layer's train step: {record["setting"]}, PyTorch {record["torch"]}.
-Parameters are float32 under autocast to bfloat16, which casts them in every step, or bfloat16. `host us`: microseconds
-of a core of the machine that poses as the card's host, for a train step; blank: not measured. `token`: one more token
-behind 512.
+    RECORD.with_suffix(".md").write_text(f"""# What a card would launch
+
+Counted on [a card that is not there](../../../docs/card.md), which computes nothing:
+{record["setting"]}, PyTorch {record["torch"]}.
+
+## One layer
+
+A train step with parameters in float32 under autocast to bfloat16, which casts them in every step, or in bfloat16.
+`host us`: microseconds of a core of the machine that poses as the card's host, for a train step; blank: not measured.
+`token`: one more token behind 512.
 Two numbers: without the kernels of the fused layer and of the conditioner → with them.
 
 {table(record)}
@@ -206,14 +210,13 @@ decay by themselves. In brackets: bytes that it spills.
 ## Estimates
 
 No card took these. Microseconds of a train step's launches, one after another, by `tests/card/estimate.py`:
-{record["setting"]}, bfloat16 parameters, slim gates of rank 64.
+bfloat16 parameters, slim gates of rank 64.
 `attention`, `products`, `others`: parts of the train step; beside them, the train step where attention's takes 100.
 `older code`: the train step of commit `54c997fc` by the same method, and what an H200 took for that,
-[captured](../research/results/README.md).
+[captured](../cost.md#h200).
 
 {estimates_table(record["estimated"], record["estimates_checked"])}
-"""
-    PAGE.write_text(PAGE.read_text().split(TABLE)[0] + tables)
+""")
 
 
 if __name__ == "__main__":
