@@ -342,8 +342,8 @@ def test_bfloat16_errs_no_more_than_the_form_of_torch_operations(name, values, m
 def test_one_graph_without_a_break(name, documents, spike, monkeypatch):
     """Also where values are in doubt, in documents and under a window."""
     torch._dynamo.reset()  # of each layer two graphs are made, and of one function at most eight
-    layer, x = build(LAYERS[name]), torch.randn(2, 19, 20)
-    ids = torch.tensor([[0] * 5 + [1] * 14, [0] * 1 + [1] * 12 + [2] * 6]) if documents else None
+    layer, x = build(LAYERS[name]), torch.randn(2, 11, 20)
+    ids = torch.tensor([[0] * 5 + [1] * 6, [0] * 1 + [1] * 7 + [2] * 3]) if documents else None
     spread(layer, 1.0, spike)
     monkeypatch.setattr(type(layer.prior), "read", None)
     wanted = trained(layer, x, torch.ones_like(x), segment_ids=ids)
@@ -388,7 +388,7 @@ def test_channels_decay_by_any_amount(doubt, monkeypatch):
 @pytest.mark.parametrize("doubt", [False, True])
 def test_other_kernels_read_what_triton_miscompiles(name, dtype, doubt, monkeypatch):
     """A head's decay is given for each key channel; without one, products are of float32. Also as one graph."""
-    layer, x = build(LAYERS[name]).to(dtype), torch.randn(1 if doubt else 2, 19, 20).to(dtype)
+    layer, x = build(LAYERS[name]).to(dtype), torch.randn(*((1, 7) if doubt else (2, 19)), 20).to(dtype)
     fused_on_cpu.install(monkeypatch, dtype)
     monkeypatch.setattr(layer.prior, "read", None)
     if doubt:
