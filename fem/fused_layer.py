@@ -199,9 +199,7 @@ def _linear_options(layer):
 def widths_of(config) -> Widths:
     """Channels of a head that read the mean and the free energy, and whether these are the same ones."""
     free = config.free_width if config.use_lse else 0
-    shared = bool(free) and config.free_share is None and not config.free_alone
-    mean = 0 if config.free_alone else config.value_width if shared else config.value_width - free
-    return mean, free, shared
+    return config.read_width - free, free, config.read_width > config.value_width
 
 
 def _tensors(layer, call: Call, features: Tensor) -> tuple:
