@@ -19,7 +19,8 @@ WIDTHS = ("fem_dim", "qk_dim", "fem_ratio", "p_t_to_fem_ratio")
 # Fields that are positive integers, and what else they may be.
 WHOLE = dict.fromkeys(("n_embd", "n_head", "ssm_rank"), ()) | {"gate_rank": (None, 0)}
 WHOLE |= dict.fromkeys(("fem_dim", "qk_dim", "n_kv_head", "window", "conv_hidden"), (None,))
-# Heads from this width on get values in multiples of 8, where that moves the weights by this share at most.
+# Heads from this width on get values in multiples of 8, as tensor cores want them, where that moves the weights by this
+# share at most.
 _WIDE_HEAD, _FOR_EIGHTS = 48, 0.04
 POSITIVE = ("fem_ratio", "p_t_to_fem_ratio", "eps", "rope_theta", "rope_factor", "value_logexp_cap")
 RANGES = dict.fromkeys(POSITIVE, (SMALLEST, math.inf)) | {  # inclusive
@@ -332,10 +333,7 @@ class FreeEnergyMixerConfig:
         return build_config(n_embd=n_embd, n_head=n_head, prior_type=prior_type, **paper_fields(prior_type, fields))
 
     def _nearest_width(self, **fields) -> FreeEnergyMixerConfig:
-        """The configuration with these fields whose weights come nearest to 4 D^2, by bisection.
-
-        Wide heads get values in multiples of 8, as tensor cores want them, where that costs 4 % of the weights or less.
-        """
+        """The configuration with these fields whose weights come nearest to 4 D^2, by bisection."""
         target = 4 * self.n_embd**2
         with_heads = lambda size: replace(self, fem_dim=size * self.n_head, **fields)  # noqa: E731
         least = 1 if self.free_share is None else int(0.5 / self.free_share) + 1  # free_share rounds to a channel there
