@@ -17,7 +17,7 @@ import pytest
 import split_models
 import torch
 from own_priors import MeanPrior, register
-from processes import printed, torchrun
+from processes import torchrun
 from small_models import lively, small_config, tokens
 from torch import nn
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
@@ -335,23 +335,6 @@ def test_rows_split_over_processes_are_read_and_learnt_from_as_whole_ones(proces
     for name, found in on_processes("rows", processes, tmp_path).items():
         limit = 4e-5 if name == "decay per channel" else 1e-5  # float32 errs by 1e-5 there in one process
         assert max(found.values()) < limit, (name, found)
-
-
-WHOLE = """
-import torch
-from small_models import small_model, tokens
-model, ids = small_model(mixer={"use_conv": False}), tokens(1, 5)
-model.set_attn_implementation("sdpa")
-with torch.no_grad():
-    compiled = torch.compile(model, backend="eager", fullgraph=True)(ids)
-torch.testing.assert_close(compiled.logits, model(ids).logits)
-"""
-
-
-@slow
-def test_a_model_of_an_engine_is_one_graph():
-    """In a process of its own: the shape checks of the other tests break graphs."""
-    printed("-c", WHOLE)
 
 
 @pytest.mark.parametrize("prior", ["softmax", "gla"])

@@ -272,7 +272,7 @@ COMPILED = """
 import torch
 from fem.models import FEMForCausalLM
 from fem.models.loss import cross_entropy
-from small_models import MODELS, small_config, tokens
+from small_models import MODELS, small_config, small_model, tokens
 torch.set_num_threads(1)
 ids = tokens(2, 9)
 for fields in MODELS.values():
@@ -292,12 +292,19 @@ run = torch.compile(lambda h, y: cross_entropy(h, weight, y), backend=count)
 for time in (64, 48, 33, 41, 22):
     run(hidden[:, :time], torch.zeros(2, time, dtype=torch.long))
 assert len(graphs) == 2, "one for the first length, one for all others"
+
+torch.compiler.reset()
+model = small_model(mixer={"use_conv": False})
+model.set_attn_implementation("sdpa")
+with torch.no_grad():
+    compiled = torch.compile(model, backend="eager", fullgraph=True)(ids)
+torch.testing.assert_close(compiled.logits, model(ids).logits)
 """
 
 
 @pytest.mark.slow
-def test_compiled_loss_and_gradients_are_one_graph_of_any_length_and_equal_eager():
-    """In a process of its own: the shape checks of the other tests break graphs."""
+def test_loss_gradients_and_logits_of_an_engine_are_one_graph_each_and_equal_eager():
+    """The loss of any length. In a process of its own: the shape checks of the other tests break graphs."""
     printed("-c", COMPILED)
 
 
