@@ -21,14 +21,18 @@ pytestmark = pytest.mark.usefixtures("as_users_run")
 
 config = small_config
 IDS, ONES, ROW = tokens(2, 5), torch.ones(2, 5, dtype=torch.long), torch.zeros(1, 3, 32)
+PAIRS = torch.ones(2, 1, 5, 5)
 TUPLES = ((torch.zeros(1, 2, 3, 4),) * 2,)
 SLIDING = Cache(layers=[DynamicSlidingWindowLayer(4)])
 YARN = {"rope_type": "yarn", "factor": 4.0}
+PLAIN = {"engine": "sdpa", "conv": False}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": VOCABULARY}
 
 
-def call(body=False, **given):
-    model = small_model()
+def call(body=False, engine="exact", conv=True, **given):
+    """A call of a model, or of its body, that an attention of transformers reads or none."""
+    model = small_model(mixer={"use_conv": conv})
+    model.set_attn_implementation(engine)
     return (model.model if body else model)(**{"input_ids": IDS} | given)
 
 
@@ -50,13 +54,6 @@ def cropped(kind, model):
     cache = kind(config=model.config, **({"max_cache_len": 8} if kind is StaticCache else {}))
     model(IDS, past_key_values=cache)
     cache.crop(-2)
-
-
-def attended(engine, **given):
-    """A call of a model that an attention of transformers reads."""
-    model = small_model(mixer={"use_conv": False})
-    model.set_attn_implementation(engine)
-    return model(IDS, **given)
 
 
 def replaced(model, **how):
@@ -199,14 +196,14 @@ TABLE = [
     (call, {"output_attentions": True}, ValueError, "inspect"),
     (call, {"documents": False}, TypeError, "no argument 'documents'; documents are segment_ids or position_ids"),
     (call, {"cu_seq_lens_q": ONES[0]}, TypeError, "takes no argument 'cu_seq_lens_q'"),
-    (served, {"use": lambda m: m(IDS, cu_seq_lens_q=ONES[0])}, TypeError, "takes no argument 'cu_seq_lens_q'"),
-    (served, {"use": lambda m: m(IDS, seq_idx=ONES)}, TypeError, "takes no argument 'seq_idx'"),
+    (call, {"engine": "sdpa", "cu_seq_lens_q": ONES[0]}, TypeError, "takes no argument 'cu_seq_lens_q'"),
+    (call, {"engine": "sdpa", "seq_idx": ONES}, TypeError, "takes no argument 'seq_idx'"),
     (call, {"is_causal": False}, TypeError, "no argument 'is_causal'; documents are segment_ids or position_ids"),
     (call, {"body": True, "documents": False}, TypeError, "no argument 'documents'; documents are segment_ids or"),
     # Its cache; older releases of transformers took tuples of keys and values, whose numbers belong into no error.
     *((call, {name: TUPLES}, TypeError, "got a tuple; leave it out") for name in ("past_key_values", "cache")),
-    (served, {"use": lambda m: m(IDS, past_key_values=TUPLES)}, TypeError, "got a tuple; leave it out"),
-    (served, {"use": lambda m: m(IDS, cache=TUPLES)}, TypeError, "got a tuple; leave it out"),
+    (call, {"engine": "sdpa", "past_key_values": TUPLES}, TypeError, "got a tuple; leave it out"),
+    (call, {"engine": "sdpa", "cache": TUPLES}, TypeError, "got a tuple; leave it out"),
     (continued, {"use": lambda m, c: m(tokens(3, 1), past_key_values=c)}, ValueError, "it has 2, this call has 3"),
     (continued, {"use": lambda m, c: m(IDS, past_key_values=c, attention_mask=ONES)}, ValueError, r"\(2, 11\), got"),
     (continued, {"use": lambda m, c: c.crop(-2)}, ValueError, "cannot forget tokens, as assisted decoding asks"),
@@ -214,11 +211,11 @@ TABLE = [
     (continued, {"use": lambda m, c: m.generate(IDS, cache_implementation="static")}, ValueError, "got StaticLayer"),
     (continued, {"use": lambda m, c: c.update(ONES, ONES, 0)}, TypeError, "states of FEM layers"),
     (continued, {"use": lambda m, c: small_model(prior_type="gla")(IDS, past_key_values=c)}, ValueError, "another"),
-    (call, {"attention_mask": torch.ones(2, 1, 5, 5)}, ValueError, "attn_implementation='sdpa'"),
-    (attended, {"engine": "sdpa", "attention_mask": ONES * 2}, ValueError, "attention_mask must hold 0 and 1"),
-    (attended, {"engine": "sdpa", "attention_mask": ONES[:, :4]}, ValueError, r"mask.*\(2, 5\), got \(2, 4\)"),
+    (call, {"attention_mask": PAIRS}, ValueError, "attn_implementation='sdpa'"),
+    (call, PLAIN | {"attention_mask": ONES * 2}, ValueError, "attention_mask must hold 0 and 1"),
+    (call, PLAIN | {"attention_mask": ONES[:, :4]}, ValueError, r"mask.*\(2, 5\), got \(2, 4\)"),
     *(  # which transformers would cut, fill up or turn round
-        (attended, {"engine": "sdpa", "attention_mask": mask, "position_ids": torch.arange(5)[None]}, error, words)
+        (call, PLAIN | {"attention_mask": mask, "position_ids": torch.arange(5)[None]}, error, words)
         for mask, error, words in (
             (ONES[:, :4], ValueError, r"\(2, 5\), got \(2, 4\)"),
             (ONES[:1], ValueError, r"\(2, 5\), got \(1, 5\)"),
@@ -227,14 +224,14 @@ TABLE = [
         )
     ),
     *(
-        (attended, {"engine": name, "attention_mask": torch.ones(2, 1, 5, 5).bool()}, TypeError, f"{name}.* torch.bool")
+        (call, PLAIN | {"engine": name, "attention_mask": PAIRS.bool()}, TypeError, f"{name}.* torch.bool")
         for name in ("eager", "flex_attention")
     ),
     # What cannot hold the conditioner's state.
     (served, {"use": lambda m: m.set_attn_implementation("vllm")}, ValueError, "conditioner"),
     (served, {"use": lambda m: m.generate_batch([[5, 3]], GenerationConfig(max_new_tokens=2))}, ValueError, "conditio"),
-    (served, {"use": lambda m: m(IDS, attention_mask=ONES[0].outer(ONES[0])[None, None])}, ValueError, "conditioner"),
-    (served, {"use": lambda m: m(IDS, past_key_values=SLIDING)}, ValueError, "conditioner"),
+    (call, {"engine": "sdpa", "attention_mask": ONES[0].outer(ONES[0])[None, None]}, ValueError, "conditioner"),
+    (call, {"engine": "sdpa", "past_key_values": SLIDING}, ValueError, "conditioner"),
     *(
         (served, {"use": partial(cropped, kind)}, ValueError, "cannot forget tokens")
         for kind in (DynamicCache, StaticCache)
