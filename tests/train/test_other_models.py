@@ -17,6 +17,8 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2}
 LLAMA = SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}
 MAMBA2 = SIZES | {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
 FEM = SIZES | {"num_attention_heads": 2, "intermediate_size": 48}
+INDIVISIBLE = {"n_embd": 30, "n_head": 4}
+ROBERTA = FEM | {"is_decoder": True}  # asks for a pad_token_id
 MODELS = {"llama": LLAMA, "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2}, "mamba2": MAMBA2}
 
 
@@ -108,17 +110,14 @@ def test_a_new_model_of_another_library_depends_on_the_seed_alone(data):
         ("vit", {}, "^architecture must be a causal language model, got 'vit', which has none in its library"),
         ("gemma3", {}, "^architecture must be a model of text alone, got 'gemma3', .* such as gemma3_text"),
         ("llama", {"hiden_size": 3}, "^model_fields must be .* of LlamaConfig, got 'hiden_size'; did you mean hidden"),
-        (
-            "gpt2",
-            {"n_embd": 30, "n_head": 4},
-            "^the model 'gpt2' cannot be built or run, .* --model-fields: .*divisible",
-        ),
+        ("gpt2", INDIVISIBLE, "^the model 'gpt2' cannot be built or run, .* --model-fields: .*divisible"),
+        ("roberta", ROBERTA, r"^the model 'roberta' cannot be built or run, .* --model-fields: TypeError"),
     ],
 )
-def test_what_no_library_can_build_is_refused_in_a_sentence(data, tmp_path, architecture, fields, sentence):
+def test_what_no_library_can_build_or_run_is_refused_in_a_sentence(data, tmp_path, architecture, fields, sentence):
     recipe = tiny(data, architecture=architecture, model=json.dumps(fields))
     with pytest.raises(ValueError, match=sentence):
-        train.model_config(recipe, 300)
+        train.run(recipe, tmp_path)
 
 
 @pytest.mark.parametrize("kind, once", [("bert", {"is_decoder": True}), ("xlnet", {"attn_type": "uni"})])
@@ -143,9 +142,3 @@ def test_special_tokens_are_those_of_the_rows_tokenizer(data, tmp_path):
     assert trained.generation_config.eos_token_id in (tokenizer.eos_token_id, [tokenizer.eos_token_id])
     assert trained.config.bos_token_id is None
     assert train.model_config(tiny(data, architecture="phi3", model="{}"), 300).pad_token_id is None  # 32000 in phi3
-
-
-def test_a_model_that_cannot_run_says_so_in_a_sentence(data, tmp_path):
-    roberta = SIZES | {"num_attention_heads": 2, "intermediate_size": 48, "is_decoder": True}  # asks for a pad_token_id
-    with pytest.raises(ValueError, match=r"^the model 'roberta' cannot be built or run, .* --model-fields: TypeError"):
-        train.run(tiny(data, architecture="roberta", model=json.dumps(roberta)), tmp_path)

@@ -399,33 +399,30 @@ def test_a_loss_of_nan_stops_the_run(data, tmp_path):
         train.run(tiny(data, learning_rate=1e12, clip=1e12, warmup_steps=0, log_steps=1), tmp_path)
 
 
-def test_a_gradient_of_nan_stops_the_run_and_names_the_step(data, tmp_path, monkeypatch):
-    original = train.TextTrainer.training_step
+NOT_FINITE = [  # what is spoilt in step 10, and what notices it
+    ("gradient", 6, r"the gradient is nan at step 10; .*checkpoint-5 is whole"),
+    ("weights", 50, "is not finite at step 10"),
+    ("weights", 10, "the validation loss is nan at step 10"),
+]
 
-    def poisoned(self, model, *args):
-        loss = original(self, model, *args)
-        if self.state.global_step + 1 == 10:
+
+@pytest.mark.parametrize("what, eval_steps, sentence", NOT_FINITE)
+def test_what_is_not_finite_never_becomes_a_checkpoint(data, tmp_path, monkeypatch, what, eval_steps, sentence):
+    step, end_of_step = train.TextTrainer.training_step, metrics.Metrics.on_step_end
+
+    def spoil_gradient(self, model, *args):
+        loss = step(self, model, *args)
+        if what == "gradient" and self.state.global_step + 1 == 10:
             next(model.parameters()).grad.view(-1)[0] = math.nan
         return loss
 
-    monkeypatch.setattr(train.TextTrainer, "training_step", poisoned)
-    with pytest.raises(ValueError, match=r"the gradient is nan at step 10; .*checkpoint-5 is whole"):
-        train.run(tiny(data), tmp_path / "run")
-    assert newest(tmp_path / "run").name == "checkpoint-5"
-
-
-@pytest.mark.parametrize(
-    "eval_steps, sentence", [(50, "is not finite at step 10"), (10, "the validation loss is nan at step 10")]
-)
-def test_weights_that_are_not_finite_never_become_a_checkpoint(data, tmp_path, monkeypatch, eval_steps, sentence):
-    original = metrics.Metrics.on_step_end
-
-    def spoil(self, args, state, control, model=None, **given):
-        original(self, args, state, control, **given)
-        if state.global_step == 10:
+    def spoil_weights(self, args, state, control, model=None, **given):
+        end_of_step(self, args, state, control, **given)
+        if what == "weights" and state.global_step == 10:
             next(model.parameters()).data.view(-1)[0] = math.inf
 
-    monkeypatch.setattr(metrics.Metrics, "on_step_end", spoil)
+    monkeypatch.setattr(train.TextTrainer, "training_step", spoil_gradient)
+    monkeypatch.setattr(metrics.Metrics, "on_step_end", spoil_weights)
     with pytest.raises(ValueError, match=sentence):
         train.run(tiny(data, eval_steps=eval_steps), tmp_path / "run")
     assert newest(tmp_path / "run").name == "checkpoint-5"
