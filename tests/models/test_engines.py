@@ -18,7 +18,7 @@ import split_models
 import torch
 from own_priors import MeanPrior, register
 from processes import torchrun
-from small_models import lively, small_config, tokens
+from small_models import left_padded, lively, small_config, tokens
 from torch import nn
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
@@ -59,10 +59,6 @@ def small_model(mixer: dict | None = None, **fields) -> FEMForCausalLM:
     return lively(FEMForCausalLM(config), size=0.2)
 
 
-def left_padded(ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    return torch.stack([torch.arange(ids.shape[1]) >= ids.shape[1] - length for length in lengths]).long()
-
-
 def served(model: FEMForCausalLM, engine: str, *args, **how):
     """model(*args, **how) by an engine; the model is in its exact form again afterwards."""
     model.set_attn_implementation(engine)
@@ -76,7 +72,7 @@ def served(model: FEMForCausalLM, engine: str, *args, **how):
 def test_logits_and_tokens_of_an_engine_are_those_of_the_exact_read(family, engine, monkeypatch):
     register(monkeypatch)
     model, ids = small_model(**FAMILIES[family]), tokens(3, 13)
-    mask = left_padded(ids, (13, 9, 1))
+    mask = left_padded(13, 13, 9, 1)
     how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
     with torch.no_grad():
         exact, written = model(ids, attention_mask=mask).logits, model.generate(ids, **how)
@@ -305,7 +301,7 @@ def test_continuous_batching_writes_what_generate_writes(family, engine):
 @pytest.mark.skipif(not shutil.which("g++"), reason="FlexAttention on a CPU is compiled by g++")
 def test_flex_attention_reads_what_the_exact_form_reads():
     model, ids = small_model(), tokens(2, 13)
-    mask = left_padded(ids, (13, 9))
+    mask = left_padded(13, 13, 9)
     with torch.no_grad():
         exact, flex = model(ids, attention_mask=mask).logits, served(model, "flex_attention", ids, attention_mask=mask)
     torch.testing.assert_close(flex.logits[mask.bool()], exact[mask.bool()], rtol=1e-4, atol=1e-4)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from originals import bert, decoder
-from small_models import lively, small_config, tokens
+from small_models import left_padded, lively, small_config, tokens
 from torch import nn
 from torch.export import Dim, export
 
@@ -181,9 +181,8 @@ def in_onnx(model: nn.Module, path, **inputs: torch.Tensor):
 
 def marked(rows: int, time: int) -> dict[str, torch.Tensor]:
     """Tokens, the first half of the first row padded."""
-    mask = torch.ones(rows, time, dtype=torch.long)
-    mask[0, : time // 2] = 0
-    return {"input_ids": tokens(rows, time), "attention_mask": mask}
+    lengths = time - time // 2, *[time] * (rows - 1)
+    return {"input_ids": tokens(rows, time), "attention_mask": left_padded(time, *lengths)}
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from originals import DECODER, PADDED, TEXT, bert, close, decoder, lively, tokens
-from small_models import awake
+from originals import DECODER, PADDED, TEXT, bert, close, decoder, lively
+from small_models import awake, tokens
 
 from fem import PRIORS, FreeEnergyMixer, replace_attention
 

@@ -9,7 +9,7 @@ from itertools import cycle, product
 import pytest
 import torch
 from processes import printed
-from small_models import MODELS, every_kind, small_model, tokens
+from small_models import MODELS, every_kind, left_padded, small_model, tokens
 from transformers import DynamicCache, StaticCache
 
 from fem import PRIORS
@@ -52,9 +52,8 @@ WAYS |= {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_writes_the_same_text_in_whatever_way_it_is_called(way):
     fields, mode, how = WAYS[way]
-    model, ids, mask = small_model(**fields), tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
-    mask[1, :3] = 0
-    given = {"attention_mask": mask, **CACHED_MODES[mode]}
+    model, ids = small_model(**fields), tokens(2, 9)
+    given = {"attention_mask": left_padded(9, 9, 6), **CACHED_MODES[mode]}
     expected = generate(model, ids, **given)
     assert expected.shape[1] == 15
     model.set_attn_implementation("sdpa" if "sdpa" in way else "exact")
@@ -82,8 +81,7 @@ def test_copied_cache_continues_a_prompt_twice(model):
 @every_kind
 def test_left_padded_batch_generates_as_single_rows(model):
     ids, lengths = tokens(3, 8), (8, 5, 1)
-    mask = torch.stack([torch.arange(8) >= 8 - length for length in lengths]).long()
-    padded = generate(model, ids, attention_mask=mask)
+    padded = generate(model, ids, attention_mask=left_padded(8, *lengths))
     for row, length in enumerate(lengths):
         single = generate(model, ids[row : row + 1, 8 - length :])
         assert torch.equal(padded[row, 8 - length :], single[0])
@@ -91,7 +89,7 @@ def test_left_padded_batch_generates_as_single_rows(model):
 
 def test_rows_longer_than_the_config_says_are_read_and_written(softmax_model):
     """As by other models with rotary positions, in the exact form and by an engine."""
-    ids = tokens(2, 70).clamp_min(1)
+    ids = tokens(2, 70)
     exact = generate(softmax_model, ids)
     assert exact.shape == (2, 76)
     embeddings = softmax_model.get_input_embeddings()(ids)
@@ -134,8 +132,7 @@ def test_rows_of_a_cache_can_be_reordered_selected_and_repeated(model, reads):
 @reads_each_way
 def test_a_cache_of_padded_rows_goes_on_without_position_ids(model, reads):
     model.set_attn_implementation(reads)
-    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
-    mask[1, :3] = 0
+    ids, mask = tokens(2, 9), left_padded(9, 9, 6)
     cache = model(ids[:, :6], attention_mask=mask[:, :6], use_cache=True).past_key_values
     found = model(ids[:, 6:], attention_mask=mask, past_key_values=cache).logits
     close(found, model(ids, attention_mask=mask).logits[:, 6:])
@@ -212,7 +209,7 @@ import torch
 from transformers import CompileConfig
 from fem import PRIORS
 from fem.models import FEMForCausalLM
-from small_models import lively, small_config, tokens
+from small_models import left_padded, lively, small_config, tokens
 
 for prior in PRIORS:
     torch._dynamo.reset()
@@ -222,8 +219,7 @@ for prior in PRIORS:
     compiled = CompileConfig(backend="eager", mode=None, fullgraph=True)
     compiled._compile_all_devices = True
     for length in (9, 7):
-        mask = torch.ones(2, length, dtype=torch.long)
-        mask[1, :3] = 0
+        mask = left_padded(length, length, length - 3)
         how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
         wanted = model.generate(tokens(2, length), **how)
         with torch._dynamo.config.patch(error_on_recompile=True):

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from clients.survey import build
 from layers import some_pairs
-from originals import DECODERS, PADDED, Attention, bert, close, decoder, lively, tokens, vision
+from originals import DECODERS, PADDED, Attention, bert, close, decoder, lively, vision
 from processes import printed
-from small_models import VOCABULARY, awake, small_config
+from small_models import VOCABULARY, awake, small_config, tokens
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint

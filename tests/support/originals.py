@@ -1,4 +1,4 @@
-"""Small models of transformers whose attention tests replace, and what they are fed."""
+"""Small models of transformers whose attention tests replace."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 import small_models
 import torch
 import transformers
-from small_models import VOCABULARY
+from small_models import VOCABULARY, left_padded
 from torch import nn
 
 TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 60, "pad_token_id": 0}
@@ -27,10 +27,7 @@ DECODERS = {
     "qwen3": ("Qwen3", GROUPED | {"num_attention_heads": 6, "head_dim": 8}),  # 6 heads do not divide 32
     "gpt_bigcode": ("GPTBigCode", {**TEXT, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}),
 }
-PADDED = torch.ones(2, 11, dtype=torch.long)
-PADDED[0, :4] = 0
-
-
+PADDED = left_padded(11, 7, 11)
 lively = partial(small_models.lively, size=0.2)
 
 
@@ -48,10 +45,6 @@ def bert() -> nn.Module:
 def vision(family: str) -> nn.Module:
     config = getattr(transformers, f"{family}Config")(image_size=8, patch_size=4, num_channels=3, **DECODER)
     return lively(getattr(transformers, f"{family}ForImageClassification")(config))
-
-
-def tokens(batch: int = 2, time: int = 11) -> torch.Tensor:
-    return torch.randint(1, 59, (batch, time), generator=torch.Generator().manual_seed(1))
 
 
 def close(actual, expected, tolerance=1e-3):

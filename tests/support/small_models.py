@@ -38,8 +38,14 @@ def small_model(**fields) -> FEMForCausalLM:
     return lively(FEMForCausalLM(small_config(**fields)))
 
 
-def tokens(batch: int, time: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(VOCABULARY, (batch, time), generator=torch.Generator().manual_seed(seed))
+def tokens(batch: int = 2, time: int = 11, seed: int = 1) -> torch.Tensor:
+    """None of them ends a text or fills up a row, of the models in `originals` neither."""
+    return torch.randint(1, 59, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(time: int, *lengths: int) -> torch.Tensor:
+    """The mask of rows whose last tokens, so many of each, are kept."""
+    return (torch.arange(time) >= time - torch.tensor(lengths)[:, None]).long()
 
 
 def awake(model: torch.nn.Module) -> torch.nn.Module:
