@@ -1,11 +1,11 @@
 """`fem train`: what a run writes, its data and rows, its recipe, and what it refuses in a sentence."""
 
-import functools
 import json
 import math
 import os
 import shutil
 from dataclasses import asdict, replace
+from functools import partial, wraps
 
 import numpy as np
 import pytest
@@ -87,7 +87,7 @@ def test_a_validation_makes_few_logits_and_changes_no_training(data, tmp_path, m
     """Under dropout, which draws from the random state; and with a tokenizer that has no token for padding."""
     shapes, forward = set(), FEMForCausalLM.forward
 
-    @functools.wraps(forward)  # the Trainer looks for labels in its signature
+    @wraps(forward)  # the Trainer looks for labels in its signature
     def watch(self, *args, **given):
         output = forward(self, *args, **given)
         if output.loss is not None and not self.training:
@@ -431,24 +431,15 @@ def test_what_is_not_finite_never_becomes_a_checkpoint(data, tmp_path, monkeypat
 # Models that are read
 
 
-def rewrite(name, change):
-    """Change the bytes of a file of the model."""
-
-    def broken(folder):
-        (folder / name).write_bytes(change((folder / name).read_bytes()))
-
-    return broken
+def cut_off(name, end, folder):
+    (folder / name).write_bytes((folder / name).read_bytes()[:end])
 
 
-def rewritten_weights(change):
-    """The weights saved anew, as another program would, after a change."""
-
-    def broken(folder):
-        weights = load_file(folder / "model.safetensors")
-        change(weights)
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-    return broken
+def change_weights(change, folder):
+    """Save the weights anew, as another program would, after a change."""
+    weights = load_file(folder / MODEL)
+    change(weights)
+    save_file(weights, folder / MODEL, {"format": "pt"})
 
 
 class Evil:
@@ -479,10 +470,10 @@ def of_nothing(folder):
     GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_head=2, n_layer=1, n_positions=8)).save_pretrained(folder)
 
 
-def sparse(tokens):
-    tokens = json.loads(tokens)
+def made_sparse(folder):
+    tokens = json.loads((folder / TOKENIZER).read_text())
     tokens["model"]["vocab"][max(tokens["model"]["vocab"])] = 10**6
-    return json.dumps(tokens).encode()
+    (folder / TOKENIZER).write_text(json.dumps(tokens))
 
 
 MODEL, TOKENIZER, OUTPUT = "model.safetensors", "tokenizer.json", "model.layers.0.mixer.output.weight"
@@ -495,20 +486,17 @@ UNREADABLE = {  # what happened to a good model, and what is said
         lambda folder: (folder / MODEL).rename(folder / "pytorch_model.bin"),
         "the model in .* cannot be read, .* no file named model.safetensors",
     ),
-    "weights are cut off": (rewrite(MODEL, lambda data: data[:-1000]), "corrupt or cut off"),
-    "a weight is missing": (rewritten_weights(lambda x: x.pop(OUTPUT)), f"must be all .*; '{OUTPUT}' is missing"),
+    "weights are cut off": (partial(cut_off, MODEL, -1000), "corrupt or cut off"),
+    "a weight is missing": (partial(change_weights, lambda x: x.pop(OUTPUT)), f"must be all .*; '{OUTPUT}' is missing"),
     "a weight is NaN": (
-        rewritten_weights(lambda x: x["model.norm.weight"].fill_(torch.nan)),
+        partial(change_weights, lambda x: x["model.norm.weight"].fill_(torch.nan)),
         "must be finite, got NaN or infinity in 'model.norm.weight'",
     ),
-    "config is cut off": (rewrite("config.json", lambda data: data[:100]), "must hold a config.json with a model_type"),
-    "tokenizer is cut off": (rewrite(TOKENIZER, lambda data: data[:200]), NO_TOKENIZER),
+    "config is cut off": (partial(cut_off, "config.json", 100), "must hold a config.json with a model_type"),
+    "tokenizer is cut off": (partial(cut_off, TOKENIZER, 200), NO_TOKENIZER),
     "tokenizer is removed": (lambda folder: (folder / TOKENIZER).unlink(), "the tokenizer in .* may be missing"),
     "tokenizer is of no file": (of_nothing, "holds no tokenizer beside the model"),
-    "tokenizer is sparse": (
-        rewrite(TOKENIZER, sparse),
-        "do not belong together: token ids up to 1000000, but vocab_size",
-    ),
+    "tokenizer is sparse": (made_sparse, "do not belong together: token ids up to 1000000, but vocab_size"),
     "index names a pickle": (named_by_an_index, "the model in .* cannot be read"),
 }
 
