@@ -31,9 +31,9 @@ def kept(tokens, cell):
 
 @given(row=rows, cut=st.integers(0, 12))
 @settings(max_examples=60, deadline=None)
-def test_any_split_of_a_row_gives_the_same_tokens(row, cut):
-    keep = torch.tensor([[k for k, _ in row]])
-    ids = torch.tensor([[i for _, i in row]])
+def test_tokens_of_a_row_in_any_two_parts_and_of_the_reversed_one_are_those_of_the_loop(row, cut):
+    """A reversed document opens at its last kept token."""
+    keep, ids = (torch.tensor([part]) for part in zip(*row))
     seen, cache_position = [], None
     for part in (slice(None, cut), slice(cut, None)):
         marks = keep[:, part], ids[:, part]
@@ -41,17 +41,9 @@ def test_any_split_of_a_row_gives_the_same_tokens(row, cut):
             tokens, cache_position = read_tokens(tuple(marks[0].shape), keep.device, *marks, cache_position)
             seen += [kept(tokens, (0, t)) if keep[0, part][t] else None for t in range(keep[:, part].shape[1])]
     assert seen == by_loop(row)
-
-
-@given(row=rows)
-@settings(max_examples=60, deadline=None)
-def test_reversed_documents_open_at_their_last_kept_token(row):
-    keep = torch.tensor([[k for k, _ in row]])
-    ids = torch.tensor([[i for _, i in row]])
     tokens, _ = read_tokens(tuple(keep.shape), keep.device, keep, ids)
     backwards = tokens.reversed()
-    expected = by_loop(row[::-1])
-    for t, cell in enumerate(expected):
+    for t, cell in enumerate(by_loop(row[::-1])):
         if cell is not None:
             assert bool(backwards.start[0, t]) == cell[2]
 
