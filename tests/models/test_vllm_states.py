@@ -156,34 +156,25 @@ def test_which_tokens_are_whose_is_read_on_the_host_once_for_all_layers(states, 
     assert (one.tokens.tolist(), one.requests.tolist(), one.new) == ([[2, 3]], [2], True)
 
 
-@pytest.mark.parametrize(
-    "fields, reason",
-    [
-        ({"mixer": {"use_conv": False}}, "no layer has a state"),
-        ({"layer_priors": ["gla", "rnn_decay"]}, "layer 1 has another state"),
-        ({"layer_priors": ["gla", "mean_alone"]}, "layer 1 keeps keys and values, and its prior 'mean_alone' reads"),
-        ({"layer_priors": ["gla", {"prior_type": "softmax", "n_kv_head": 2}]}, "layer 1 has 2 key heads"),
-    ],
-)
-def test_what_slots_cannot_hold_is_refused_by_name(states, monkeypatch, fields, reason):
+REFUSED = [  # fields of a model, options of vLLM, and what is said
+    ({"mixer": {"use_conv": False}}, {}, "no layer has a state"),
+    ({"layer_priors": ["gla", "rnn_decay"]}, {}, "layer 1 has another state"),
+    ({"layer_priors": ["gla", "mean_alone"]}, {}, "layer 1 keeps keys and values, and its prior 'mean_alone' reads"),
+    ({"layer_priors": ["gla", {"prior_type": "softmax", "n_kv_head": 2}]}, {}, "layer 1 has 2 key heads"),
+    (MODELS["linear"], {"ranks": 2}, "tensor_parallel_size must be 1"),
+    (MODELS["linear"], {"drafts": object()}, "speculative_config must be left out"),
+    (HYBRID, {"cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto' or 'bfloat16' .* got 'fp8'"),
+]
+
+
+@pytest.mark.parametrize("fields, options, said", REFUSED, ids=[said for *_, said in REFUSED])
+def test_what_slots_cannot_hold_and_what_states_cannot_follow_is_refused(states, monkeypatch, fields, options, said):
     register(monkeypatch)
     config = FEMConfig(**SIZES, **fields)
-    assert obstacle_to_states(config).startswith(reason)
-    with pytest.raises(ValueError, match=reason):
-        inside_vllm(states, FEMForCausalLM(config))
-
-
-@pytest.mark.parametrize(
-    "name, options, said",
-    [
-        ("linear", {"ranks": 2}, "tensor_parallel_size must be 1"),
-        ("linear", {"drafts": object()}, "speculative_config must be left out"),
-        ("hybrid", {"cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto' or 'bfloat16' .* got 'fp8'"),
-    ],
-)
-def test_what_states_cannot_follow_is_refused(states, name, options, said):
+    if not options:
+        assert obstacle_to_states(config).startswith(said)
     with pytest.raises(ValueError, match=said):
-        inside_vllm(states, FEMForCausalLM(FEMConfig(**SIZES, **MODELS[name])), **options)
+        inside_vllm(states, FEMForCausalLM(config), **options)
 
 
 def test_no_cuda_graph_holds_what_the_host_decides(states):
