@@ -1,6 +1,7 @@
 """`fem generate`: a prompt continued token by token."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,27 +25,20 @@ def model(folder):
     return load_language_model(folder)
 
 
-class Pieces:
-    """A streamer that keeps what it is given."""
-
-    def __init__(self):
-        self.tokens = []
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
+def keeping(pieces):
+    """A streamer that puts what it is given into a list."""
+    return SimpleNamespace(put=lambda value: pieces.extend(value.flatten().tolist()), end=lambda: None)
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-320])
 def test_without_temperature_the_likeliest_tokens_come_one_by_one(model, temperature):
     network, tokenizer = model
-    ids, pieces = tokenizer("the sun")["input_ids"], Pieces()
-    text = continue_prompt(network, tokenizer, "the sun", max_new_tokens=7, temperature=temperature, streamer=pieces)
+    ids, pieces = tokenizer("the sun")["input_ids"], []
+    given = {"max_new_tokens": 7, "temperature": temperature, "streamer": keeping(pieces)}
+    text = continue_prompt(network, tokenizer, "the sun", **given)
     wanted = argmax_continuation(network, ids, 7)
     assert tokenizer.eos_token_id not in wanted
-    assert pieces.tokens == wanted
+    assert pieces == wanted
     assert text == tokenizer.decode(wanted[len(ids) :])
 
 
@@ -62,10 +56,9 @@ def test_an_empty_prompt_begins_a_document(model):
 
 
 def test_a_prompt_of_its_own_fills_the_context(model):
-    network, tokenizer = model
-    pieces = Pieces()
-    continue_prompt(network, tokenizer, "the sun", temperature=3.0, streamer=pieces)
-    assert len(pieces.tokens) == CONTEXT or pieces.tokens[-1] == tokenizer.eos_token_id
+    (network, tokenizer), pieces = model, []
+    continue_prompt(network, tokenizer, "the sun", temperature=3.0, streamer=keeping(pieces))
+    assert len(pieces) == CONTEXT or pieces[-1] == tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize(
