@@ -12,12 +12,12 @@ import pytest
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
-def printed(*command: str) -> str:
+def printed(*command: str, **environment: str) -> str:
     """What `python *command` prints, which finds the modules of this folder and of this process."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    environment = os.environ | environment | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     how = {"env": environment, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-W", "ignore", *command], **how)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return done.stdout
 
 
@@ -28,8 +28,5 @@ def torchrun(processes: int, *command: str) -> str:
 
 def run_cases(file: Path, chosen: str) -> None:
     """The cases of a file whose names fit, in a process in which Triton interprets its kernels."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # a second of imports
-    options = ["-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider", "-k"]
-    command = [sys.executable, "-m", "pytest", *options, chosen, str(file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    words = ["-m", "pytest", "-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider", "-k", chosen, str(file)]
+    printed(*words, TRITON_INTERPRET="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")  # plugins: a second of imports
