@@ -177,7 +177,7 @@ def test_new_model_starts_as_the_layer_does():
         assert block.mlp.up_proj.weight.std().item() == pytest.approx(0.05, rel=0.1)
 
 
-@every_kind
+@pytest.mark.parametrize("model", ["softmax", "mamba", "hybrid", "untied"], indirect=True)
 def test_saved_model_loads_through_the_auto_classes_with_equal_logits(model, tmp_path):
     ids = tokens(2, 9)
     model.save_pretrained(tmp_path)
@@ -186,7 +186,8 @@ def test_saved_model_loads_through_the_auto_classes_with_equal_logits(model, tmp
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert isinstance(loaded, FEMForCausalLM)
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    tied = loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert tied == model.config.tie_word_embeddings
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     config = AutoConfig.from_pretrained(tmp_path)
@@ -229,14 +230,6 @@ def test_a_prior_that_cannot_set_what_a_checkpoint_lacks_is_refused(softmax_mode
     monkeypatch.setattr(WeightedPrior, "reset_parameters", start, raising=False)
     loaded = FEMForCausalLM.from_pretrained(None, config=config, state_dict=state)
     assert loaded.model.layers[1].mixer.prior.weight.tolist() == [1.0, 1.0]
-
-
-def test_untied_model_keeps_a_head_of_its_own(tmp_path):
-    model = lively(FEMForCausalLM(small_config(tie_word_embeddings=False)))
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.lm_head.weight is not loaded.model.embed_tokens.weight
-    assert torch.equal(loaded(tokens(1, 5)).logits, model(tokens(1, 5)).logits)
 
 
 def test_resized_vocabulary_stays_tied_and_keeps_old_logits(softmax_model):
