@@ -259,7 +259,9 @@ def test_who_sees_whom_is_what_a_loop_over_the_rules_says(data):
     ids = marks(2).view(batch, keys) if data.draw(st.booleans()) else None
     tokens, _ = read_tokens((batch, keys), cpu, mask, ids)
     rules = support(queries, keys, cpu, causal, 1.0, window, None, tokens)
-    seen = rules.visible(queries, keys, cpu)[:, 0].expand(batch, queries, -1)
+    table = rules.visible(queries, keys, cpu)
+    assert torch.equal(*torch.broadcast_tensors(rules.sees(queries, keys, cpu), table.any(-1)))  # found without a table
+    seen = table[:, 0].expand(batch, queries, -1)
     for row in range(batch):
         keep = [True] * keys if mask is None else mask[row].bool().tolist()
         sees = supports(keep, None if ids is None else ids[row].tolist(), causal, window)
@@ -275,17 +277,3 @@ def test_who_sees_whom_is_what_a_loop_over_the_rules_says(data):
         part = inside.visible(*size, cpu)[:, 0].expand(batch, -1, -1)
         assert torch.equal(part, seen[:, rows, columns])
         assert seen[:, rows].sum() == part.sum()
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("bounded", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_rows_that_see_a_key_are_found_without_a_table_of_pairs(masked, bounded, causal):
-    for time in range(1, 9):
-        keep = torch.rand(3, time) > 0.6 if masked else None
-        ends = [
-            torch.randint(0, time + 1, (1 + 2 * (time % 2), time)).sort(1).values if bounded else None for _ in "fe"
-        ]
-        support = Support(causal, 1.0, keep, *ends)
-        wanted = support.visible(time, time, torch.device("cpu")).any(-1)
-        assert torch.equal(*torch.broadcast_tensors(support.sees(time, time, torch.device("cpu")), wanted))
