@@ -1,4 +1,5 @@
 import gc
+import signal
 from pathlib import Path
 
 import jaxtyping
@@ -12,6 +13,10 @@ with torch.device("meta"):
     torch.empty(0)  # torch keeps a list of what makes tensors: of its own functions, not of those that a test put there
 
 POISONED = [Path(__file__).parent / "tests" / name for name in ("ops", "layer")]
+
+
+def pytest_configure():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
 
 
 def pytest_collection_finish():

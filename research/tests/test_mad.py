@@ -10,7 +10,6 @@ import sys
 import time
 import types
 from dataclasses import asdict, replace
-from functools import partial
 from unittest.mock import ANY
 
 import numpy as np
@@ -584,9 +583,7 @@ if __name__ == "__main__":
 def test_a_killed_sweep_leaves_no_process_and_no_half_file(tmp_path, how):
     script = tmp_path / "sweep_to_kill.py"
     script.write_text(KILLED)
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs are deaf to Ctrl-C
-    command = [sys.executable, script, tmp_path / "runs"]
-    parent = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=heard)
+    parent = subprocess.Popen([sys.executable, script, tmp_path / "runs"], stderr=subprocess.DEVNULL)
 
     def workers():
         return [pid for pid in os.listdir("/proc") if pid.isdigit() and _parent(pid) == parent.pid]

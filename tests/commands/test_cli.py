@@ -124,12 +124,10 @@ def test_help_shows_brackets_and_values_and_whole_lists_on_a_terminal_of_80_colu
 )
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_command_says_what_to_type(monkeypatch, capsys, command, said, sent, status):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     experiment = import_module(f"fem_research.{command}.experiment")
     monkeypatch.setattr(experiment, "run", lambda *_: signal.raise_signal(sent))
     assert fem(monkeypatch, command, "--seed", "3") == status
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # another one ends the shutdown without a traceback
-    signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err.splitlines()[-1].endswith(said)
 
 
