@@ -162,6 +162,8 @@ MUTANTS = (  # name, file, what stands there, what it becomes, and the tests tha
            "memory = tokens.zero_masked(memory)", "pass", "tests/layer/test_pooling.py"),
     Mutant("the tables of a read across are of another beta", "fem/pooling.py",
            "self.temperature(v), self.gate", "2 * self.temperature(v), self.gate", "tests/layer/test_pooling.py"),
+    Mutant("an operator's row that sees nothing has a logarithm", "fem/priors/operator.py",
+           "ratio.where(sees, 1)", "ratio", "tests/layer/test_operator_prior.py"),
     Mutant("the sums of a cast state are rounded", "fem/state.py",
            "sums = torch.promote_types(target, torch.float32)", "sums = target", "tests/layer/test_states.py"),
     Mutant("beta starts at softplus(1)", "fem/gates.py",
