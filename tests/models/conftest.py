@@ -9,14 +9,8 @@ collect_ignore_glob = [] if find_spec("transformers") else ["test_*.py"]  # whic
 
 @pytest.fixture(params=[*PRIORS, "plain_attention", "hybrid"])
 def model(request):
-    from small_models import MODELS, awake, small_model
+    from small_models import MODELS, small_model
 
-    if request.param == "replaced":
-        from originals import decoder
-
-        from fem import replace_attention
-
-        return awake(replace_attention(decoder("llama")))
     return small_model(**MODELS[request.param])
 
 

@@ -253,12 +253,12 @@ def loss_and_gradients(model):
     return value.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("model", ["softmax", "mamba", "hybrid", "replaced"], indirect=True)
+@every_kind
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_changes_nothing(model, use_reentrant):
     plain = loss_and_gradients(model)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    torch.testing.assert_close(loss_and_gradients(model), plain, rtol=1.3e-6, atol=2e-6)
+    torch.testing.assert_close(loss_and_gradients(model), plain, rtol=1e-5, atol=2e-6)
 
 
 COMPILED = """

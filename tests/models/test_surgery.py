@@ -215,6 +215,18 @@ def test_new_parameters_of_a_quantised_model_take_the_dtype_it_computes_in():
     close(model(tokens()).logits, before)
 
 
+def test_gradient_checkpointing_changes_no_gradient():
+    model = awake(replace_attention(decoder("llama"))).train()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        model(tokens(), labels=tokens()).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_multihead_attention_has_its_gradient(reentrant):
     model, x = awake(replace_attention(nn.MultiheadAttention(32, 4))), torch.randn(5, 2, 32, requires_grad=True)
