@@ -11,7 +11,7 @@ collect_ignore_glob = [] if find_spec("transformers") else ["test_*.py"]  # whic
 def model(request):
     from small_models import MODELS, small_model
 
-    return small_model(**MODELS[request.param])
+    return small_model(**(MODELS | {"untied": {"tie_word_embeddings": False}})[request.param])
 
 
 @pytest.fixture

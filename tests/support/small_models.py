@@ -14,7 +14,6 @@ VOCABULARY = 61
 HYBRID = ["gla", "softmax", {"prior_type": "softmax", "window": 4}]
 MODELS = {prior: {"prior_type": prior} for prior in PRIORS} | {
     "plain_attention": TRANSFORMER,
-    "untied": {"tie_word_embeddings": False},
     "hybrid": {"layer_priors": HYBRID, "num_hidden_layers": 3, "num_key_value_heads": 1},
 }
 # For promises of the model around the mixers: keys, a state, and both, with a window and without.
